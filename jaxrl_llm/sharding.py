@@ -1,0 +1,129 @@
+"""One mesh, two layouts.
+
+`make_mesh` fixes the order of the devices once. A `Layout` is data: it says over which mesh axes a logical
+axis of a parameter is split. `TRAINING` and `GENERATION` are two layouts of the same parameters on the same
+mesh, so the move between them needs no change of device order (`hybrid_engine.py` makes it).
+
+Logical axes of parameters: ``layers``, ``embed`` (D), ``heads`` (H), ``kv_heads`` (K), ``head`` (h),
+``mlp`` (F), ``vocab`` (V); None is never split.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.errors import UserError
+
+AXES = ("data", "pipeline", "fsdp", "tensor")
+"""Mesh axes from outermost to innermost: `tensor` groups are neighbours on the fastest links."""
+
+BATCH_AXES = ("data", "fsdp")
+"""Rows of a training batch are split over these."""
+
+REPLICA_AXES = ("data", "pipeline", "fsdp")
+"""Each index of these is one generation replica with its own slots and pages."""
+
+
+def mesh_shape(config: MeshConfig, device_count: int) -> dict[str, int]:
+    """Size of each mesh axis, with the one that is -1 filled in.
+
+    Raises:
+      UserError: the sizes do not multiply to `device_count`, or more than one is -1.
+    """
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    written = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if len(free) > 1:
+        raise UserError(f"{written}: only one mesh axis may be -1 (filled in from the device count); set the rest.")
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if any(size < 1 for size in sizes.values() if size != -1):
+        raise UserError(f"{written}: every mesh axis is a positive number, or -1 for one of them.")
+    if free:
+        if device_count % fixed:
+            raise UserError(
+                f"{written}: the given axes multiply to {fixed}, which does not divide the {device_count} devices; "
+                f"{_suggestions(sizes, device_count)}"
+            )
+        sizes[free[0]] = device_count // fixed
+    elif fixed != device_count:
+        raise UserError(
+            f"{written}: these multiply to {fixed}, but there are {device_count} devices; "
+            f"{_suggestions(sizes, device_count)}"
+        )
+    return sizes
+
+
+def _suggestions(sizes: Mapping[str, int], device_count: int) -> str:
+    pairs = [(fsdp, device_count // fsdp) for fsdp in range(1, device_count + 1) if device_count % fsdp == 0]
+    shapes = "; ".join(f"mesh.data=1 mesh.fsdp={fsdp} mesh.tensor={tensor}" for fsdp, tensor in pairs[:8])
+    return f"shapes that fit, for example: {shapes} (with mesh.pipeline=1)."
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The project's mesh over `devices` (all devices by default), axes `AXES`, all of type Auto."""
+    devices = jax.devices() if devices is None else list(devices)
+    sizes = mesh_shape(config, len(devices))
+    return Mesh(np.asarray(devices).reshape([sizes[axis] for axis in AXES]), AXES)
+
+
+def replica_count(mesh: Mesh) -> int:
+    """Number of generation replicas on `mesh`."""
+    return math.prod(mesh.shape[axis] for axis in REPLICA_AXES)
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Over how many shards the rows of a training batch are split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Logical axis -> mesh axis (or a tuple of them); an axis that is not named is not split."""
+
+    name: str
+    rules: Mapping[str, str | tuple[str, ...]]
+
+    def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
+        """PartitionSpec of an array whose dimensions carry the logical `axes`."""
+        return PartitionSpec(*[self.rules.get(axis) if axis else None for axis in axes])
+
+    def sharding(self, mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+        return NamedSharding(mesh, self.spec(axes))
+
+    def shardings(self, mesh: Mesh, axes_tree: Any) -> Any:
+        """A tree of shardings for a tree whose leaves are tuples of logical axes."""
+        return jax.tree.map(
+            lambda axes: self.sharding(mesh, axes), axes_tree, is_leaf=lambda leaf: isinstance(leaf, tuple)
+        )
+
+
+TRAINING = Layout(
+    "training",
+    MappingProxyType(
+        {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
+    ),
+)
+GENERATION = Layout(
+    "generation",
+    MappingProxyType({"heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}),
+)
+
+
+def batch_sharding(mesh: Mesh, ndim: int = 2, row_dimension: int = 0) -> NamedSharding:
+    """Sharding of batch arrays: dimension `row_dimension` over `BATCH_AXES`, the rest whole."""
+    spec: list[Any] = [None] * ndim
+    spec[row_dimension] = BATCH_AXES
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
