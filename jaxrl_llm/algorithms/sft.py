@@ -1,0 +1,90 @@
+"""Supervised fine-tuning: maximum likelihood of the completion tokens.
+
+    loss = -sum_t w_t log p(token_t | tokens_<t) / denominator
+
+Goes through the same tuple and trainer as the on-policy algorithms, without generation; prompts are not trained on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm.algorithms import aggregation
+from jaxrl_llm.algorithms.interface import Algorithm, Context, Objective, Sequences
+from jaxrl_llm.config import option
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.types import Example, Rollouts, Rows, TokenOutputs
+
+if TYPE_CHECKING:
+    from jaxrl_llm.config import RunConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class SFTOptions:
+    """Options of `algorithm` when its name is `sft`."""
+
+    loss_aggregation: str = option("token-mean", "how token losses become one", choices=aggregation.MODES)
+
+
+def collect(context: Context, examples: Sequence[Example]) -> Rollouts:
+    """The data's own completions as rollouts: one a prompt, nothing sampled, nothing scored."""
+    for example in examples:
+        if example.response_ids is None:
+            raise UserError(
+                f"data.train={context.config.data.train!r}: row {example.row} has no completion to learn from. "
+                "sft reads the columns prompt and completion (or prompt and answer with data.answer_is_completion, "
+                "or messages that end with the assistant's)."
+            )
+    responses = [example.response_ids for example in examples if example.response_ids is not None]
+    return Rollouts(
+        examples=examples,
+        group=np.arange(len(examples), dtype=np.int32),
+        responses=responses,
+        sampler_logprobs=None,
+        texts=[""] * len(examples),
+        finish_reasons=["stop"] * len(examples),
+        rewards=np.full(len(examples), np.nan, np.float32),
+    )
+
+
+def prepare(context: Context, rollouts: Rollouts) -> Sequences:
+    tokens, masks = [], []
+    for n, response in enumerate(rollouts.responses):
+        prompt = rollouts.examples[rollouts.group[n]].prompt_ids
+        tokens.append(np.concatenate([prompt, response]).astype(np.int32))
+        masks.append(np.arange(len(tokens[-1])) >= len(prompt))
+    return Sequences(tokens, masks, rollouts.group)
+
+
+def losses(options: SFTOptions, outputs: TokenOutputs, rows: Rows) -> Objective:
+    mask = rows.loss_mask
+    logprobs = jnp.where(mask, outputs.logprobs, 0.0)
+    total = -jnp.sum(rows.weights * logprobs)
+    count = jnp.sum(mask, dtype=jnp.float32)
+    entropy = jnp.where(mask, outputs.entropy, 0.0)
+    return Objective(
+        total,
+        {"loss/total": total},
+        {"entropy/mean": (jnp.sum(entropy), count), "sft/nll_mean": (-jnp.sum(logprobs), count)},
+        {},
+    )
+
+
+SFT = Algorithm(
+    name="sft",
+    options=SFTOptions,
+    roles=lambda options: (),
+    init=lambda options: {},
+    collect=collect,
+    prepare=prepare,
+    losses=losses,
+    after_step=lambda options, memory, metrics: memory,
+    validate=lambda options, config: [],
+    loss_aggregation=lambda options: options.loss_aggregation,
+    generates=False,
+)
