@@ -1,0 +1,179 @@
+"""Moves a model's parameters from the training layout to the generation layout, inside one mesh.
+
+Three things differ between the layouts: the dtype (generation runs in the compute dtype), the arrangement
+(training scans stacked blocks; decoding walks separate layers with q/k/v and gate/up fused, which measures
+faster on every backend, FACTS in the README), and the sharding (`sharding.TRAINING` / `GENERATION`). They are
+changed in that order, because a cast first halves what has to move and an arrangement needs no communication.
+
+A change walks the model layer by layer in buckets of `bucket_bytes`, so that the extra memory on top of both
+layouts is bounded by a bucket. Parameters that need none of the three are not copied: both layouts then hold
+the same buffers. So a generation tree is only good until the update that donates the training parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_llm.config import HybridEngineConfig
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.sharding import GENERATION, TRAINING, Layout
+from jaxrl_llm.types import Params
+
+
+@dataclasses.dataclass(frozen=True)
+class LayoutChange:
+    """What one change cost.
+
+    Attributes:
+      moved_bytes: received by all devices from other devices: for each, what its new shard holds
+        beyond its old one.
+      copied_bytes: newly written anywhere, the moved ones included; 0 if every buffer was reused.
+      seconds: until the last array was there.
+    """
+
+    moved_bytes: int
+    copied_bytes: int
+    seconds: float
+
+
+class HybridEngine:
+    """Makes generation parameters from training parameters; holds neither.
+
+    Args:
+      dtype: of generation.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        mesh: Mesh,
+        config: HybridEngineConfig,
+        dtype: Any,
+        training: Layout = TRAINING,
+        generation: Layout = GENERATION,
+    ):
+        self.decoder, self.mesh, self.config = decoder, mesh, config
+        self.dtype = jnp.dtype(dtype)
+        self.training, self.generation = training, generation
+        self._axes = decoder.generation_axes()
+        self._arrange = self._make_arrange()
+        self._cast = jax.jit(lambda array: array.astype(self.dtype))
+        self.last: LayoutChange | None = None
+
+    def _make_arrange(self) -> Any:
+        """One layer out of a stacked run, cast and fused, still in the training layout: no communication."""
+        layer_axes = self._axes["layers"][0]
+        out = self.training.shardings(self.mesh, layer_axes)
+
+        @functools.partial(jax.jit, out_shardings=out)
+        def arrange(run: Params, index: jax.Array) -> Params:
+            one = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1).astype(self.dtype), run)
+            return self.decoder.generation_layer(one, 0)
+
+        return arrange
+
+    def to_generation(self, params: Params) -> Params:
+        """The same parameters for decoding.
+
+        Args:
+          params: in the training layout, any float dtype; kept.
+
+        Returns:
+          `Decoder.generation_params`' tree in the generation layout and dtype. It may share buffers with
+          `params`; drop it before they are donated.
+        """
+        start = time.perf_counter()
+        mover = _BucketMover(self.mesh, self.generation, self.config.bucket_bytes)
+        out: Params = {"layers": []}
+        for name, axes in self._axes.items():
+            if name != "layers":
+                cast = jax.tree.map(lambda leaf: leaf if leaf.dtype == self.dtype else self._cast(leaf), params[name])
+                out[name] = mover.add(cast, axes)
+        for run in params["blocks"].values():
+            for index in range(jax.tree.leaves(run)[0].shape[0]):
+                axes = self._axes["layers"][len(out["layers"])]
+                out["layers"].append(mover.add(self._arrange(run, jnp.int32(index)), axes, fresh=True))
+        moved = mover.finish()
+        result = jax.tree.map(lambda slot: slot.array, out, is_leaf=lambda leaf: isinstance(leaf, _Slot))
+        self.last = LayoutChange(moved, mover.copied_bytes, time.perf_counter() - start)
+        return result
+
+
+@dataclasses.dataclass
+class _Slot:
+    """An array on its way; `fresh` ones are temporaries whose source is freed when they have moved."""
+
+    array: jax.Array
+    target: NamedSharding
+    fresh: bool
+
+
+class _BucketMover:
+    """Collects arrays and `device_put`s them to their target in buckets of bounded size."""
+
+    def __init__(self, mesh: Mesh, layout: Layout, bucket_bytes: int):
+        self.mesh, self.layout, self.bucket_bytes = mesh, layout, bucket_bytes
+        self.pending: list[_Slot] = []
+        self.pending_bytes = self.moved_bytes = self.copied_bytes = 0
+
+    def add(self, tree: Params, axes: Any, *, fresh: bool = False) -> Any:
+        def one(array: jax.Array, axis: tuple[str | None, ...]) -> _Slot:
+            slot = _Slot(array, self.layout.sharding(self.mesh, axis), fresh)
+            self.pending.append(slot)
+            self.pending_bytes += array.nbytes
+            if self.pending_bytes >= self.bucket_bytes:
+                self.flush()
+            return slot
+
+        return jax.tree.map(one, tree, axes)
+
+    def flush(self) -> None:
+        sources = [slot.array for slot in self.pending]
+        results = jax.device_put(sources, [slot.target for slot in self.pending])
+        jax.block_until_ready(results)
+        for slot, source, result in zip(self.pending, sources, results, strict=True):
+            self.moved_bytes += received_bytes(source.shape, source.dtype.itemsize, source.sharding, slot.target)
+            if result is not source or slot.fresh:
+                self.copied_bytes += sum(shard.data.nbytes for shard in result.addressable_shards)
+            slot.array = result
+        self.pending, self.pending_bytes = [], 0
+
+    def finish(self) -> int:
+        if self.pending:
+            self.flush()
+        return self.moved_bytes
+
+
+def received_bytes(
+    shape: tuple[int, ...], itemsize: int, source: jax.sharding.Sharding, target: jax.sharding.Sharding
+) -> int:
+    """Bytes that all devices together receive when an array changes its sharding: the theoretical minimum.
+
+    For each device: the size of its new shard minus the part of it that the device already held.
+    """
+    if source == target:
+        return 0
+    before, after = source.devices_indices_map(shape), target.devices_indices_map(shape)
+    total = 0
+    for device, wanted in after.items():
+        size = overlap = 1
+        for extent, want, have in zip(shape, wanted, before.get(device, (slice(0, 0),) * len(shape)), strict=True):
+            (low, high, _), (old_low, old_high, _) = want.indices(extent), have.indices(extent)
+            size *= high - low
+            overlap *= max(0, min(high, old_high) - max(low, old_low))
+        total += (size - overlap) * itemsize
+    return total
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a tree's arrays, each counted once, whatever its sharding."""
+    return sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))

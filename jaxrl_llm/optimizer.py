@@ -1,0 +1,77 @@
+"""AdamW with warm-up and a schedule, by optax. Master parameters and moments are float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
+    """Learning rate of update k (from 0): linear warm-up from 0, then constant, cosine or linear decay.
+
+    The decay ends at ``final_fraction`` of the peak with update `total_updates`.
+    """
+    peak, warmup = config.learning_rate, config.warmup_updates
+    rest = max(total_updates - warmup, 1)
+    if config.schedule == "constant":
+        after = optax.constant_schedule(peak)
+    elif config.schedule == "cosine":
+        after = optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction)
+    else:
+        after = optax.linear_schedule(peak, peak * config.final_fraction, rest)
+    if not warmup:
+        return after
+    # Update 0 already learns a little: a first update of rate 0 would waste a rollout.
+    return optax.join_schedules(
+        [optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup]
+    )
+
+
+def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.GradientTransformation:
+    """The transformation after clipping (`apply` clips, since it also reports the norm)."""
+    schedule = learning_rate(config, total_updates)
+    if config.name == "sgd":
+        return optax.sgd(schedule)
+    return optax.adamw(schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay)
+
+
+def apply(
+    optimizer: optax.GradientTransformation, gradients: Any, opt_state: Any, params: Any, clip_norm: float
+) -> tuple[Any, Any, Float[Array, ""], Bool[Array, ""]]:
+    """One update from the gradient of the whole optimizer batch.
+
+    The norm is global: over every parameter and every shard, after accumulation. A norm that is not finite
+    leaves parameters and optimizer as they were (the caller stops the run); NaN is never written.
+
+    Args:
+      gradients: float32, already divided by the batch's denominator.
+      clip_norm: largest norm; 0 = no clipping.
+
+    Returns:
+      New parameters and optimizer state, the norm before clipping, and whether the update was made.
+    """
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients)))
+    finite = jnp.isfinite(norm)
+    if clip_norm:
+        scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
+        gradients = jax.tree.map(lambda leaf: leaf * scale, gradients)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax mixes both
+        updates, new_state = optimizer.update(gradients, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+
+    def keep(new: Array, old: Array) -> Array:
+        return jnp.where(finite, new, old)
+
+    return jax.tree.map(keep, new_params, params), jax.tree.map(keep, new_state, opt_state), norm, finite
+
+
+def update_count(opt_state: Any) -> Int[Array, ""] | None:
+    """How many updates the optimizer has made; None if it does not count (plain SGD with a constant rate)."""
+    counts = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state) if "count" in str(path[-1])]
+    return counts[0] if counts else None
