@@ -1,0 +1,455 @@
+"""Every option of a run: its type, unit, default, range and what it does. Nothing else knows a default.
+
+A configuration file is Python with a function ``get_config()`` that returns an ``ml_collections.ConfigDict``::
+
+    from jaxrl_llm.config import default_config
+
+    def get_config():
+        config = default_config("grpo")
+        config.model.path = "builtin:tiny_addition"
+        config.optimizer.learning_rate = 3e-4
+        config.rewards = {"exact": {"function": "exact_match"}}
+        return config
+
+``resolve`` makes the frozen ``RunConfig`` of it, which is all that the rest of the program sees. Three checks, each
+as early as it can be: ``resolve`` (no device, no file), ``with_mesh`` (needs the number of devices) and
+``check_against_model`` (needs the model's configuration and tokenizer). What one option can know alone is in its
+line below; what several options must agree on is in ``validation.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_llm import options
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.options import option
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+__all__ = ["default_config", "load", "option", "resolve", "save", "with_mesh"]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSection:
+    """Which model is trained."""
+
+    path: str = option(
+        "", "Hugging Face folder, hub id, .gguf file, or builtin:NAME for a model of this package."
+    )
+    architecture: dict[str, Any] = option(
+        dict, "A Hugging Face config as a dict, to train from scratch in place of a path."
+    )
+    remat: str = option(
+        "none",
+        "What the backward pass recomputes: nothing, or each block (less memory, about a third more time).",
+        choices=("none", "full"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerSection:
+    """Which tokenizer encodes the prompts."""
+
+    path: str = option("", "Where the tokenizer is; empty means model.path.")
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """Where the prompts come from."""
+
+    train: str = option(
+        "", "Training rows: .jsonl, .parquet, a Hugging Face dataset id, or builtin:NAME/SPLIT."
+    )
+    eval: str = option("", "Evaluation rows, never trained on; empty means no evaluation.")
+    max_prompt_tokens: int = option(512, "Longest prompt, after the chat template.", low=1, unit="tokens")
+    overlong_prompts: str = option(
+        "filter",
+        "What happens to longer prompts: left out, cut, or an error. Counts are printed.",
+        choices=("filter", "truncate_left", "truncate_right", "error"),
+    )
+    prompt_column: str = option("", "Column of the prompt; empty means the first known name that is there.")
+    answer_column: str = option("", "Column of the answer; empty means the first known name that is there.")
+    system_prompt: str = option("", "Put before each prompt as the system message of the chat template.")
+    apply_chat_template: str = option(
+        "auto",
+        "Whether prompts go through the tokenizer's chat template; auto: where it has one.",
+        choices=("auto", "always", "never"),
+    )
+    shuffle: bool = option(True, "A new order of the rows each epoch, from the seed.")
+    num_epochs: int = option(
+        0, "Train for so many passes over the rows; needs num_steps = 0.", low=0, unit="epochs"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class AlgorithmSection:
+    """What is learned: a name in ``jaxrl_llm.algorithms.ALGORITHMS`` and that algorithm's own options.
+
+    In a configuration the options stand beside the name: ``algorithm.name``, ``algorithm.kl_coef`` … . Another
+    name brings the other algorithm's options and defaults; options of a third are refused.
+    """
+
+    name: str
+    options: Any
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any], path: str, root: type) -> AlgorithmSection:
+        """Called by ``options.build``."""
+        algorithms = _algorithms()
+        name = values.get("name", "grpo")
+        if name not in algorithms:
+            raise UserError(
+                f"{path}.name = {name!r} is not an algorithm.{options.nearest(str(name), algorithms)}"
+            )
+        own = {key: value for key, value in values.items() if key != "name"}
+        for key in own:
+            owners = [other for other, entry in algorithms.items() if key in _field_names(entry.options)]
+            if owners and name not in owners:
+                raise UserError(
+                    f"{path}.{key} is an option of {', '.join(owners)}, not of {path}.name = {name!r}. Options of "
+                    f"{name}: {', '.join(sorted(_field_names(algorithms[name].options))) or 'none'}."
+                )
+        return cls(name, options.build(algorithms[name].options, own, path, root))
+
+    @classmethod
+    def describe(cls, path: str) -> Iterator[tuple[str, str]]:
+        """Called by ``options.describe``: the options of every algorithm."""
+        algorithms = _algorithms()
+        yield f"{path}.name", f"str, default 'grpo', one of {', '.join(algorithms)}. Which algorithm."
+        for name, entry in algorithms.items():
+            for option_path, text in options.describe(entry.options, path):
+                yield option_path, f"({name}) {text}"
+
+    def to_mapping(self) -> dict[str, Any]:
+        return {"name": self.name, **options.to_dict(self.options)}
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutConfig:
+    """How completions are sampled, and how much memory the decoder takes."""
+
+    samples_per_prompt: int = option(8, "Completions of each prompt: the size of a group.", low=1)
+    max_new_tokens: int = option(256, "A completion is cut here.", low=1, unit="tokens")
+    min_new_tokens: int = option(0, "No end of sequence before this many.", low=0, unit="tokens")
+    temperature: float = option(
+        1.0, "Logits are divided by it, here and in the trainer; 0 is greedy.", low=0.0
+    )
+    top_p: float = option(
+        1.0, "Keep the likeliest tokens that have this mass together; 1 is off.", above=0, high=1
+    )
+    top_k: int = option(0, "Keep this many likeliest tokens; 0 is off.", low=0)
+    min_p: float = option(
+        0.0, "Keep tokens at least this likely relative to the likeliest; 0 is off.", low=0, high=1
+    )
+    stop: tuple[str, ...] = option(
+        (), "Strings that end a completion; the text is cut before them, the ids are not."
+    )
+    ignore_eos: bool = option(False, "Go on after an end of sequence, to max_new_tokens (for benchmarks).")
+    num_slots: int = option(64, "Sequences decoded at once by each replica.", low=1)
+    page_size: int = option(16, "Tokens of one page of the key/value cache.", low=1, unit="tokens")
+    num_pages: int = option(
+        0, "Pages of each replica; 0: enough for all slots at full length.", low=0, unit="pages"
+    )
+    tokens_per_dispatch: int = option(
+        16, "Tokens decoded per slot before the host looks again.", low=1, unit="tokens"
+    )
+    prefill_tokens: int = option(
+        2048, "Prompt tokens processed at once by each replica.", low=1, unit="tokens"
+    )
+    attention: str = option(
+        "auto", "Implementation of the paged attention; a named one that can't run is an error."
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingConfig:
+    """How one batch of rollouts becomes optimizer updates."""
+
+    mini_batch_size: int = option(
+        0, "Prompts of one optimizer update; 0 means train_batch_size.", low=0, unit="prompts"
+    )
+    epochs: int = option(1, "Passes over the rollouts of a step.", low=1)
+    micro_batch_tokens: int = option(
+        4096,
+        "Tokens one device processes at once; bounds memory, never changes the result.",
+        low=1,
+        unit="tokens",
+    )
+    row_tokens: int = option(
+        0,
+        "Length of a packed row; 0 means data.max_prompt_tokens + rollout.max_new_tokens.",
+        low=0,
+        unit="tokens",
+    )
+    logprob_chunk_tokens: int = option(1024, "Tokens whose logits exist at once.", low=1, unit="tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with a warm-up, a schedule and a clip of the global gradient norm."""
+
+    name: str = option("adamw", "The optimizer.", choices=("adamw", "sgd"))
+    learning_rate: float = option(1e-6, "Its largest value.", low=0.0)
+    b1: float = option(0.9, "Decay of the gradient's average.", low=0.0, below=1.0)
+    b2: float = option(0.999, "Decay of the squared gradient's average.", low=0.0, below=1.0)
+    eps: float = option(1e-8, "Added to the denominator.", above=0.0)
+    weight_decay: float = option(0.01, "Decoupled, of matrices only.", low=0.0)
+    warmup_steps: int = option(0, "Updates in which the learning rate rises from 0.", low=0, unit="updates")
+    schedule: str = option("constant", "After the warm-up.", choices=("constant", "cosine", "linear"))
+    final_fraction: float = option(
+        0.1, "Of the learning rate, at the end of cosine and linear.", low=0.0, high=1.0
+    )
+    clip_norm: float = option(1.0, "Largest global gradient norm; 0 is off.", low=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardConfig:
+    """One term of the reward: ``weight`` times what ``function`` returns."""
+
+    function: str = option("", "A built-in name, 'module:function' or 'path.py:function'.")
+    weight: float = option(1.0, "Factor in the sum.")
+    options: dict[str, Any] = option(dict, "Keyword arguments of the function.")
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardRunnerConfig:
+    """The worker processes that rewards run in."""
+
+    num_workers: int = option(2, "Processes.", low=1)
+    timeout_s: float = option(10.0, "A sample that takes longer gets the failure score.", above=0.0, unit="s")
+    failure_score: float = option(0.0, "The score after an exception, a time-out, NaN or infinity.")
+    on_all_failed: str = option("stop", "When every score of a step failed.", choices=("stop", "warn"))
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the device mesh. One may be -1: whatever the others leave."""
+
+    data: int = option(1, "Replicas of everything.", low=-1, unit="devices")
+    fsdp: int = option(-1, "Shards of parameters and optimizer state.", low=-1, unit="devices")
+    tensor: int = option(1, "Shards of each matrix; divides the numbers of heads.", low=-1, unit="devices")
+    pipeline: int = option(
+        1, "Stages of layers. Must be 1: pipelines are not supported yet.", low=-1, unit="devices"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridEngineConfig:
+    """How parameters move between the training and the generation layout."""
+
+    bucket_bytes: int = option(
+        256 * 2**20, "Bytes moved at once: bounds the extra memory.", low=1, unit="bytes"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When the run is saved and what is kept."""
+
+    every_steps: int = option(50, "0 saves at the end only.", low=0, unit="steps")
+    keep: int = option(2, "Latest checkpoints kept.", low=1)
+    best_metric: str = option(
+        "eval/accuracy", "The checkpoint where it is highest is kept too; empty: none is."
+    )
+    save_final: bool = option(True, "Save after the last step.")
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalConfig:
+    """When and how the evaluation rows are answered."""
+
+    every_steps: int = option(0, "0: only before and after.", low=0, unit="steps")
+    max_rows: int = option(0, "Use the first so many rows; 0 is all.", low=0, unit="rows")
+    samples_per_prompt: int = option(1, "Completions of each row, for pass@k.", low=1)
+    temperature: float = option(0.0, "0 is greedy.", low=0.0)
+    before: bool = option(True, "Evaluate before the first step.")
+    after: bool = option(True, "Evaluate after the last step.")
+
+
+@dataclasses.dataclass(frozen=True)
+class ChecksConfig:
+    """Largest allowed |sampler_logprobs - old_logprobs| of the sampled tokens; a run beyond it stops."""
+
+    logprob_diff_mean: float = option(-1.0, "Of the mean; -1: 1e-4 in float32, 1e-2 in bfloat16.", low=-1.0)
+    logprob_diff_max: float = option(-1.0, "Of the largest; -1: 1e-2 in float32, none in bfloat16.", low=-1.0)
+
+    def bounds(self, compute_dtype: str) -> tuple[float, float]:
+        """The bounds (mean, maximum) for a run that computes in ``float32`` or ``bfloat16``."""
+        mean, largest = {"float32": (1e-4, 1e-2), "bfloat16": (1e-2, math.inf)}[compute_dtype]
+        return (
+            mean if self.logprob_diff_mean == -1 else self.logprob_diff_mean,
+            largest if self.logprob_diff_max == -1 else self.logprob_diff_max,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """A whole run. Frozen and complete: what ``resolve`` returns has every derived value filled in."""
+
+    seed: int = option(0, "Everything random follows from it.", low=0, high=2**32 - 1)
+    num_steps: int = option(
+        100, "Rollout batches to train on; 0 means data.num_epochs passes.", low=0, unit="steps"
+    )
+    train_batch_size: int = option(64, "Prompts of one step.", low=1, unit="prompts")
+    dtype: str = option(
+        "auto",
+        "Of computing and generating; auto: bfloat16 on accelerators, float32 on a CPU. Master parameters, "
+        "log-probabilities and losses are float32 always.",
+        choices=("auto", "float32", "bfloat16"),
+    )
+    log_level: str = option("info", "What is printed.", choices=("debug", "info", "warning", "error"))
+    model: ModelSection = option(ModelSection, "")
+    tokenizer: TokenizerSection = option(TokenizerSection, "")
+    data: DataConfig = option(DataConfig, "")
+    algorithm: AlgorithmSection = dataclasses.field(
+        default_factory=lambda: AlgorithmSection.from_mapping({}, "algorithm", RunConfig)
+    )
+    rollout: RolloutConfig = option(RolloutConfig, "")
+    training: TrainingConfig = option(TrainingConfig, "")
+    optimizer: OptimizerConfig = option(OptimizerConfig, "")
+    rewards: dict[str, RewardConfig] = option(dict, "Terms of the reward, by any name.")
+    reward_runner: RewardRunnerConfig = option(RewardRunnerConfig, "")
+    mesh: MeshConfig = option(MeshConfig, "")
+    hybrid_engine: HybridEngineConfig = option(HybridEngineConfig, "")
+    checkpoint: CheckpointConfig = option(CheckpointConfig, "")
+    eval: EvalConfig = option(EvalConfig, "")
+    checks: ChecksConfig = option(ChecksConfig, "")
+
+
+def default_config(algorithm: str = "grpo") -> ConfigDict:
+    """The defaults as an editable ``ConfigDict``, the start of every ``get_config()``.
+
+    ``algorithm`` holds only its name: options set on it are kept, the rest come from that algorithm's defaults. So
+    ``--config.algorithm.name=…`` changes the algorithm without leaving another one's options behind. Nothing is
+    checked here; ``resolve`` does, and knows the full path of every key.
+    """
+    from ml_collections import ConfigDict
+
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(RunConfig):
+        if field.name == "algorithm":
+            values[field.name] = {"name": algorithm}
+        elif field.default is not dataclasses.MISSING:
+            values[field.name] = field.default
+        else:
+            assert field.default_factory is not dataclasses.MISSING
+            default = field.default_factory()
+            values[field.name] = dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default
+    return ConfigDict(values, type_safe=False)
+
+
+def resolve(config: ConfigDict | Mapping[str, Any], device_count: int | None = None) -> RunConfig:
+    """Validates a configuration and fills in every derived value. Touches no device and no file.
+
+    Args:
+      device_count: how many devices the mesh must cover; None leaves a -1 of the mesh for ``with_mesh``.
+
+    Raises:
+      UserError: one paragraph per mistake: unknown keys, wrong types, ranges, options that exclude each other.
+    """
+    from jaxrl_llm import validation
+
+    plain = config if isinstance(config, dict) else config.to_dict()
+    run = options.build(RunConfig, plain)
+    validation.refuse_or_warn(validation.conflicts(run))
+    training = dataclasses.replace(
+        run.training,
+        mini_batch_size=run.training.mini_batch_size or run.train_batch_size,
+        row_tokens=run.training.row_tokens or run.data.max_prompt_tokens + run.rollout.max_new_tokens,
+    )
+    tokenizer = TokenizerSection(path=run.tokenizer.path or run.model.path)
+    run = dataclasses.replace(run, training=training, tokenizer=tokenizer)
+    return run if device_count is None else with_mesh(run, device_count)
+
+
+def with_mesh(config: RunConfig, device_count: int) -> RunConfig:
+    """``config`` with a mesh of exactly ``device_count`` devices.
+
+    Raises:
+      UserError: the sizes don't multiply to it; the message lists the factorisations that do.
+    """
+    from jaxrl_llm import validation
+
+    return dataclasses.replace(config, mesh=validation.fit_mesh(config.mesh, device_count))
+
+
+def check_against_model(config: RunConfig, model_config: Any, tokenizer: Any) -> None:
+    """Checks what only the model and the tokenizer can tell: context, heads, special ids.
+
+    Args:
+      model_config: a ``jaxrl_llm.models.config.ModelConfig``.
+      tokenizer: the tokenizer that encodes the prompts.
+
+    Raises:
+      UserError: prompt and response don't fit the context, ``mesh.tensor`` doesn't divide the heads, or an end or
+        padding id is missing or outside the vocabulary.
+    """
+    from jaxrl_llm import validation
+
+    validation.refuse_or_warn(validation.model_conflicts(config, model_config, tokenizer))
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCounts:
+    """What a run of some length amounts to. A step is one batch of prompts, generated (or read) and trained on."""
+
+    steps_per_epoch: int
+    total_steps: int
+    optimizer_updates: int
+
+
+def step_counts(config: RunConfig, num_rows: int) -> StepCounts:
+    """The lengths of a run on ``num_rows`` training rows; a last partial batch is dropped.
+
+    Raises:
+      UserError: there are fewer rows than one batch.
+    """
+    steps_per_epoch = num_rows // config.train_batch_size
+    if steps_per_epoch == 0:
+        raise UserError(
+            f"train_batch_size = {config.train_batch_size} is larger than the {num_rows} training rows of "
+            f"data.train = {config.data.train!r}: not one batch can be made. Lower it or add rows."
+        )
+    total = config.num_steps or steps_per_epoch * config.data.num_epochs
+    mini_batches = config.train_batch_size // (config.training.mini_batch_size or config.train_batch_size)
+    return StepCounts(steps_per_epoch, total, total * mini_batches * config.training.epochs)
+
+
+def save(config: RunConfig, path: str | os.PathLike[str]) -> None:
+    """Writes the configuration as JSON; ``load`` gives an equal object back."""
+    pathlib.Path(path).write_text(json.dumps(options.to_dict(config), indent=2) + "\n", encoding="utf-8")
+
+
+def load(path: str | os.PathLike[str]) -> RunConfig:
+    """Reads what ``save`` wrote, and checks it like any other configuration.
+
+    Raises:
+      UserError: the file is not there, is not JSON, or holds a mistake.
+    """
+    try:
+        values = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"There is no saved configuration at {path}.") from None
+    except json.JSONDecodeError as error:
+        raise UserError(f"The saved configuration {path} is not JSON: {error}.") from error
+    return resolve(values)
+
+
+def _algorithms() -> Mapping[str, Any]:
+    from jaxrl_llm.algorithms import (
+        ALGORITHMS,
+    )  # not at the top: algorithms declare their options with `option`
+
+    return ALGORITHMS
+
+
+def _field_names(section: type) -> set[str]:
+    return {field.name for field in dataclasses.fields(section)}
