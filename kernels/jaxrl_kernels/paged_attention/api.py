@@ -1,0 +1,92 @@
+"""Paged decode attention: shapes, checks and the explicit choice of an implementation.
+
+One query token per sequence attends the keys and values that its page table names. Letters: B sequences,
+H query heads, K key/value heads (H a multiple of K; query head i reads key/value head i // (H // K)),
+h head size, P pages in the pool, S tokens in a page, M columns of the page table.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_kernels.paged_attention import reference, xla
+
+Implementation = Callable[..., jax.Array]
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": reference.paged_attention,
+    "xla": xla.paged_attention,
+}
+"""Every implementation by name. Each takes the arguments of :func:`paged_attention` after its checks, with
+``scale`` filled in, and raises ValueError for a shape or dtype that it can't do: none falls back to another."""
+
+
+def paged_attention(
+    q: jax.Array,  # [B, H, h]
+    k_pages: jax.Array,  # [P, S, K, h]
+    v_pages: jax.Array,  # [P, S, K, h]
+    page_table: jax.Array,  # int32 [B, M]
+    lengths: jax.Array,  # int32 [B]
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    implementation: str = "auto",
+) -> jax.Array:  # [B, H, h]
+    """Attention of the last token of each sequence over its cached tokens.
+
+    Args:
+      q: queries, after rotary embedding, not scaled.
+      k_pages, v_pages: the pool. Token t of sequence b lies at ``[page_table[b, t // S], t % S]``; the new
+        token's own key and value must already be there. Entries of a page beyond a sequence's length may
+        hold anything, NaN included.
+      page_table: page ids. Columns beyond a sequence's last page must be valid ids, and are not read from.
+      lengths: tokens to attend, the new one included; at most ``M * S``. Length 0 (an idle row) gives zeros.
+      scale: multiplies the scores; None is ``h ** -0.5``.
+      window: sliding window in tokens, the current one included: key j is seen when j >= length - window.
+      soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``, after the scale; None is off.
+      implementation: a name in ``IMPLEMENTATIONS``, or ``auto`` (see :func:`choose`).
+
+    Returns:
+      ``[B, H, h]`` in q's dtype; softmax and sums are in float32.
+
+    Raises:
+      ValueError: an unknown implementation, shapes that don't fit, or a case the named one can't do.
+    """
+    _check(q, k_pages, v_pages, page_table, lengths, window, soft_cap)
+    name = choose() if implementation == "auto" else implementation
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"paged attention implementation {name!r} is unknown; choose one of auto, {', '.join(IMPLEMENTATIONS)}"
+        )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return IMPLEMENTATIONS[name](
+        q, k_pages, v_pages, page_table, lengths, scale=scale, window=window, soft_cap=soft_cap
+    )
+
+
+def choose() -> str:
+    """The implementation that ``auto`` stands for: the XLA page gather, which every backend can run."""
+    return "xla"
+
+
+def _check(q, k_pages, v_pages, page_table, lengths, window, soft_cap) -> None:
+    if q.ndim != 3 or k_pages.ndim != 4 or page_table.ndim != 2 or lengths.ndim != 1:
+        raise ValueError(
+            "paged attention takes q [B, H, h], pages [P, S, K, h], page_table [B, M] and lengths [B]; got "
+            f"{q.shape}, {k_pages.shape}, {page_table.shape}, {lengths.shape}"
+        )
+    batch, num_heads, head_size = q.shape
+    if k_pages.shape != v_pages.shape or k_pages.shape[3] != head_size:
+        raise ValueError(f"key pages {k_pages.shape} and value pages {v_pages.shape} must fit queries {q.shape}")
+    if num_heads % k_pages.shape[2]:
+        raise ValueError(f"{num_heads} query heads are not a multiple of {k_pages.shape[2]} key/value heads")
+    if page_table.shape[0] != batch or lengths.shape[0] != batch:
+        raise ValueError(f"page_table {page_table.shape} and lengths {lengths.shape} must have {batch} rows")
+    if not (jnp.issubdtype(page_table.dtype, jnp.integer) and jnp.issubdtype(lengths.dtype, jnp.integer)):
+        raise ValueError(f"page_table and lengths must be integers, not {page_table.dtype} and {lengths.dtype}")
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}; it counts the current token, so it is at least 1, or None")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap is {soft_cap}; it must be positive, or None")
