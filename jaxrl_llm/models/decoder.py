@@ -1,0 +1,237 @@
+"""The decoder: one definition that trains, scores and generates.
+
+A :class:`Decoder` holds only its configuration, is hashable and hence a static argument of a jit; parameters are
+a plain nested dict that every method takes::
+
+    {'embed': {'weight': [V, D]},
+     'blocks': {'run_0': {...}},          # consecutive identical layers, every leaf stacked [L, ...]
+     'final_norm': {'scale': [D]},
+     'lm_head': {'weight': [V, D]}}       # absent where the embedding is also the output
+
+Weights keep their heads apart: q ``[D, H, h]``, k and v ``[D, K, h]``, o ``[H, h, D]``, gate and up ``[D, F]``,
+down ``[F, D]``. Compute runs in the dtype of the parameters given; norms, rotations, softmaxes and
+log-probabilities are in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_kernels.token_logprobs.api import token_logprobs
+from jaxrl_llm.models import arrangement
+from jaxrl_llm.models.attention import NO_WINDOW, row_attention
+from jaxrl_llm.models.blocks import Block, RMSNorm
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.rope import rope_tables
+from jaxrl_llm.types import Params, TokenOutputs
+
+Attend = Callable[
+    [int, Float[Array, "*n H h"], Float[Array, "*n K h"], Float[Array, "*n K h"]], Float[Array, "*n H h"]
+]
+"""``attend(layer, q, k, v)``: the attention of generation, with its cache. q and k are rotated, q is not scaled."""
+
+DEFAULT_CHUNK_TOKENS = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A decoder-only transformer of the Llama family tree; see the module for its parameters."""
+
+    config: ModelConfig
+
+    # --- parameters -------------------------------------------------------------------------------------------
+
+    def init(self, key: Array) -> Params:
+        """Fresh float32 parameters, normal with the model's ``init_scale``."""
+        config = self.config
+        embed_key, head_key, blocks_key = jax.random.split(key, 3)
+
+        def one_block(block_key: Array) -> Params:
+            return nnx.to_pure_dict(nnx.state(Block(config, nnx.Rngs(block_key))))
+
+        def table(table_key: Array) -> Params:
+            shape = (config.padded_vocab_size, config.hidden_size)
+            return {"weight": jax.random.normal(table_key, shape, jnp.float32) * config.init_scale}
+
+        params: Params = {
+            "embed": table(embed_key),
+            "blocks": {
+                name: jax.vmap(one_block)(jax.random.split(jax.random.fold_in(blocks_key, run.start), len(run)))
+                for name, run in self.runs.items()
+            },
+            "final_norm": {"scale": jnp.ones((config.hidden_size,), jnp.float32)},
+        }
+        if not config.tie_embeddings:
+            params["lm_head"] = table(head_key)
+        return params
+
+    def abstract_params(self) -> Params:
+        """The parameters as ``jax.ShapeDtypeStruct``: nothing is allocated."""
+        return jax.eval_shape(self.init, jax.random.key(0))
+
+    def logical_axes(self) -> Params:
+        """The same tree with each parameter's tuple of logical axes."""
+        return arrangement.axes_of(self.abstract_params(), arrangement.AXES)
+
+    @property
+    def runs(self) -> dict[str, range]:
+        """Runs of consecutive layers with the same structure, by name. Windows differ as data, not as structure,
+        so the models here have one run."""
+        return {"run_0": range(self.config.num_layers)}
+
+    def output_weight(self, params: Params) -> Float[Array, "V D"]:
+        """The matrix that turns hidden states into logits: the embedding where the model ties them."""
+        return (params["embed"] if self.config.tie_embeddings else params["lm_head"])["weight"]
+
+    # --- training and scoring ---------------------------------------------------------------------------------
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "R T"],
+        positions: Int[Array, "R T"],
+        segment_ids: Int[Array, "R T"],
+        *,
+        remat: Literal["none", "full"] = "none",
+    ) -> Float[Array, "R T D"]:
+        """Hidden states after the final norm, in the dtype of the parameters.
+
+        Args:
+          positions: restart at 0 with each segment.
+          segment_ids: 0 is padding; a token sees its own segment only.
+          remat: ``full`` keeps one ``[R, T, D]`` per layer for the backward pass and computes the rest again.
+        """
+        if remat not in ("none", "full"):
+            raise ValueError(f"remat is {remat!r}; it must be 'none' or 'full'")
+        rows, num_tokens = tokens.shape
+        rope = rope_tables(self.config.rope, self.config.head_size, positions.reshape(-1))
+
+        def layer(x: Float[Array, "N D"], layer_data: dict[str, Any]) -> tuple[Float[Array, "N D"], None]:
+            def attend(q: Array, k: Array, v: Array) -> Array:
+                q, k, v = (value.reshape(rows, num_tokens, *value.shape[1:]) for value in (q, k, v))
+                window = layer_data["window"]
+                attended = row_attention(q, k, v, positions, segment_ids, window, self.config.scale)
+                return attended.reshape(rows * num_tokens, *attended.shape[2:])
+
+            return self._block(layer_data["params"], fused=False)(x, rope, attend), None
+
+        if remat == "full":
+            layer = jax.checkpoint(layer, prevent_cse=False)
+        x = self._embed(params, tokens).reshape(rows * num_tokens, -1)
+        windows = np.array([NO_WINDOW if window is None else window for window in self.config.windows], np.int32)
+        for name, run in self.runs.items():
+            data = {"params": params["blocks"][name], "window": jnp.asarray(windows[run.start : run.stop])}
+            x, _ = jax.lax.scan(layer, x, data)
+        return self._final_norm(params, x).reshape(rows, num_tokens, -1)
+
+    def token_logprobs(
+        self,
+        params: Params,
+        hidden: Float[Array, "R T D"],
+        tokens: Int[Array, "R T"],
+        loss_mask: Bool[Array, "R T"],
+        temperature: Float[Array, ""] | float,
+        *,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    ) -> TokenOutputs:
+        """Log-probability of each row's own tokens, and the entropy of the distribution each was drawn from.
+
+        ``logprobs[:, t] = log softmax(logits(hidden[:, t - 1]) / temperature)[tokens[:, t]]``, nats in float32; both
+        outputs are 0 where ``loss_mask`` is False. Column 0 has no predecessor and is always 0.
+
+        Args:
+          chunk_tokens: logits exist for this many tokens at a time, over all rows and devices.
+        """
+        logprobs, entropy = token_logprobs(
+            hidden,
+            self.output_weight(params),
+            tokens,
+            loss_mask,
+            temperature,
+            vocab_size=self.config.vocab_size,
+            chunk_tokens=chunk_tokens,
+        )
+        return TokenOutputs(logprobs=logprobs, entropy=entropy)
+
+    # --- generation -------------------------------------------------------------------------------------------
+
+    def generation_layer(self, run_params: Params, index: int) -> Params:
+        """Layer ``index`` of a stacked run in the generation arrangement (``arrangement.GENERATION_AXES``)."""
+        return arrangement.fuse_layer(jax.tree.map(lambda leaf: leaf[index], run_params))
+
+    def generation_params(self, params: Params) -> Params:
+        """Every parameter in the generation arrangement: ``{'embed', 'layers': [L dicts], 'final_norm', 'lm_head'?}``.
+
+        Pure and jittable; in the dtype given.
+        """
+        layers = [
+            self.generation_layer(params["blocks"][name], index)
+            for name, run in self.runs.items()
+            for index in range(len(run))
+        ]
+        return {**{name: value for name, value in params.items() if name != "blocks"}, "layers": layers}
+
+    def generation_axes(self) -> Params:
+        """Logical axes of :meth:`generation_params`, in the same structure."""
+        tree = jax.eval_shape(self.generation_params, self.abstract_params())
+        return arrangement.axes_of(tree, arrangement.GENERATION_AXES)
+
+    def generation_hidden(
+        self, gen_params: Params, tokens: Int[Array, "*n"], positions: Int[Array, "*n"], attend: Attend
+    ) -> Float[Array, "*n D"]:
+        """Hidden states after the final norm of tokens in any arrangement: ``[slots]`` in decode, ``[b, T]`` in prefill.
+
+        ``attend`` is called once per layer, in order, and owns the cache: it writes k and v and returns what the
+        queries read, scaled by ``config.scale`` and within ``config.windows[layer]``.
+        """
+        shape = tokens.shape
+        rope = rope_tables(self.config.rope, self.config.head_size, positions.reshape(-1))
+        x = self._embed(gen_params, tokens.reshape(-1))
+        for index, layer_params in enumerate(gen_params["layers"]):
+
+            def attend_flat(q: Array, k: Array, v: Array, index: int = index) -> Array:
+                q, k, v = (value.reshape(*shape, *value.shape[1:]) for value in (q, k, v))
+                return attend(index, q, k, v).reshape(-1, *q.shape[-2:])
+
+            x = self._block(layer_params, fused=True)(x, rope, attend_flat)
+        return self._final_norm(gen_params, x).reshape(*shape, -1)
+
+    def logits(self, params: Params, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
+        """Float32 logits of a few tokens, of either arrangement's parameters; -inf in padded rows of the vocabulary."""
+        logits = jnp.einsum("...d,vd->...v", hidden, self.output_weight(params), preferred_element_type=jnp.float32)
+        if self.config.padded_vocab_size == self.config.vocab_size:
+            return logits
+        real = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size
+        return jnp.where(real.reshape((1,) * (hidden.ndim - 1) + (-1,)), logits, -jnp.inf)
+
+    # --- pieces -----------------------------------------------------------------------------------------------
+
+    def _block(self, params: Params, fused: bool) -> Block:
+        return nnx.merge(_block_definition(self.config, fused), params)
+
+    def _embed(self, params: Params, tokens: Int[Array, "*n"]) -> Float[Array, "*n D"]:
+        return jnp.take(params["embed"]["weight"], tokens, axis=0, mode="clip")
+
+    def _final_norm(self, params: Params, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
+        norm = nnx.merge(_norm_definition(self.config.hidden_size, self.config.norm_eps), params["final_norm"])
+        return norm(x)
+
+
+@functools.cache
+def _block_definition(config: ModelConfig, fused: bool) -> nnx.GraphDef:
+    """The block without its values: what ``nnx.merge`` binds a dict of parameters to."""
+    return nnx.split(nnx.eval_shape(lambda: Block(config, nnx.Rngs(0), fused)))[0]
+
+
+@functools.cache
+def _norm_definition(size: int, epsilon: float) -> nnx.GraphDef:
+    return nnx.split(nnx.eval_shape(lambda: RMSNorm(size, epsilon)))[0]
