@@ -1,0 +1,83 @@
+"""Two-operand addition as text, ``37+58=`` -> ``95``: a task small enough for a model trained from scratch.
+
+The 5,050 unordered pairs of operands 0-99 are split once and for all, whatever the run's seed, so neither
+order of an evaluation pair is ever trained on. The supervised rows teach a known mistake, forgetting every
+carry, in four of five labels: greedy accuracy after imitation is the share of pairs that need no carry
+(about 0.3), while the right answer keeps a fifth of the probability for reinforcement learning to find.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from jaxrl_llm.data.order import permutation
+
+LARGEST_OPERAND = 99
+EVALUATION_PAIRS = 256
+WRONG_LABELS, RIGHT_LABELS = 4, 1  # supervised rows per ordered pair
+
+SYMBOLS = ("<pad>", "<bos>", "<eos>", *"0123456789+-=")
+
+
+@functools.cache
+def _split() -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+    """(training, evaluation) as ordered pairs; both orders of an unordered pair are on the same side."""
+    unordered = [(a, b) for a in range(LARGEST_OPERAND + 1) for b in range(a, LARGEST_OPERAND + 1)]
+    shuffled = [unordered[i] for i in permutation(len(unordered), 20_090_731)]
+
+    def both_orders(pairs: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        return tuple(ordered for a, b in pairs for ordered in dict.fromkeys([(a, b), (b, a)]))
+
+    return both_orders(shuffled[EVALUATION_PAIRS:]), both_orders(shuffled[:EVALUATION_PAIRS])
+
+
+def add_without_carries(a: int, b: int) -> int:
+    """Adds digit by digit and drops every carry, the last one too: 37 + 58 -> 85, 50 + 50 -> 0."""
+    total, place = 0, 1
+    while a or b:
+        total += (a % 10 + b % 10) % 10 * place
+        a, b, place = a // 10, b // 10, place * 10
+    return total
+
+
+def addition_rows(split: str) -> list[dict[str, Any]]:
+    """Rows of ``train``, ``eval`` (columns prompt, answer) or ``sft`` (training pairs; also completion)."""
+    train, evaluation = _split()
+    if split == "sft":
+        labels = [add_without_carries] * WRONG_LABELS + [lambda a, b: a + b] * RIGHT_LABELS
+        return [
+            {"prompt": f"{a}+{b}=", "answer": str(a + b), "completion": str(label(a, b))}
+            for a, b in train
+            for label in labels
+        ]
+    pairs = {"train": train, "eval": evaluation}[split]
+    return [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
+
+
+def write_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
+    """Writes the task's character tokenizer as an ordinary Hugging Face folder and returns it.
+
+    16 ids: 0 padding, 1 beginning, 2 end of sequence, then ``0``-``9``, ``+``, ``-``, ``=``. Encoding adds one
+    beginning-of-sequence id; there is no unknown token, so any other character raises in place of vanishing.
+    """
+    vocabulary = {symbol: index for index, symbol in enumerate(SYMBOLS)}
+    backend = Tokenizer(models.WordLevel(vocabulary))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<bos> $A", pair="<bos> $A $B", special_tokens=[("<bos>", vocabulary["<bos>"])]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.save_pretrained(folder)
+    return tokenizer

@@ -1,0 +1,264 @@
+"""Batches of prompts in a fixed order, with a position that is saved and restored exactly.
+
+Rows are read, mapped, rendered and encoded once, at the start, because the length filter decides how many
+batches an epoch has. After that a batch is a pure function of its number: the number gives the epoch and the
+place in it, (seed, epoch) gives the order of rows, and every process takes its slice of the same global batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_llm.config import DataConfig
+from jaxrl_llm.data.columns import map_row
+from jaxrl_llm.data.order import epoch_order
+from jaxrl_llm.data.prompts import encode_prompts, encode_response, longest_token, render_prompt, truncate
+from jaxrl_llm.data.sources import read_rows
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.types import Example
+
+log = logging.getLogger(__name__)
+
+ENCODE_ROWS = 1000  # rows handed to the tokenizer at once
+NAMED_ROWS = 5  # how many rows a message lists
+ENDLESS = 2**50  # batches; an epoch follows another for as long as the run lasts
+
+
+class PromptData:
+    """An endless iterator over this process's part of each training batch.
+
+    Args:
+      config: what is read and how; ``config.train`` unless ``path`` is given.
+      batch_size: prompts of the whole batch, over all processes; None for evaluation only (``all_examples``).
+      seed: fixes the order of every epoch.
+      max_prompt_tokens: longest prompt; ``config.max_prompt_tokens`` unless given.
+      max_response_tokens: longest completion to imitate, EOS included; longer ones are treated like overlong
+        prompts. None: no limit.
+      max_rows: only the first rows of the file, 0 for all.
+      order: replaces ``epoch_order`` (called with the epoch), for tests.
+
+    Attributes:
+      counts: ``rows`` read, ``kept``, ``filtered`` and ``truncated``.
+
+    Raises:
+      UserError: no row, none left after the filter, fewer than one batch, an overlong row where that is an error.
+    """
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        batch_size: int | None,
+        seed: int = 0,
+        max_prompt_tokens: int | None = None,
+        max_response_tokens: int | None = None,
+        process_index: int = 0,
+        process_count: int = 1,
+        path: str | Path | None = None,
+        max_rows: int = 0,
+        order: Callable[[int], np.ndarray] | None = None,
+    ):
+        self._path = str(path or config.train)
+        self._seed, self._batch_size, self._shuffle = seed, batch_size, config.shuffle
+        self._process_index, self._process_count = process_index, process_count
+        self._examples, self.counts = load_examples(
+            config,
+            tokenizer,
+            self._path,
+            max_prompt_tokens=max_prompt_tokens or config.max_prompt_tokens,
+            max_response_tokens=max_response_tokens,
+            max_rows=max_rows,
+        )
+        self._order = order or (lambda epoch: epoch_order(seed, epoch, self.num_rows, shuffle=config.shuffle))
+        self._order_cache: tuple[int, np.ndarray] | None = None
+        if batch_size is None:
+            return
+        if batch_size % process_count:
+            raise UserError(
+                f"train_batch_size = {batch_size} does not divide over {process_count} processes. Use a multiple."
+            )
+        if not self.steps_per_epoch:
+            raise UserError(
+                f"{self._path} has {self.num_rows} usable rows, fewer than train_batch_size = {batch_size}, so there is "
+                f"no full batch ({self.counts['filtered']} of {self.counts['rows']} rows were filtered as longer than "
+                "data.max_prompt_tokens). Lower train_batch_size, raise the limit, or add rows."
+            )
+        # No prefetching threads: everything is encoded, and a batch is a list of references.
+        batches = grain.MapDataset.range(ENDLESS).map(self.batch)
+        self._iterator = iter(batches.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows left after the filter."""
+        return len(self._examples)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Full batches in one pass; the rows left over wait for the next epoch's order."""
+        return self.num_rows // self._batch_size
+
+    def __iter__(self) -> PromptData:
+        return self
+
+    def __next__(self) -> list[Example]:
+        return next(self._iterator)
+
+    def batch(self, number: int) -> list[Example]:
+        """This process's slice of batch ``number``, counted from 0 over all epochs."""
+        epoch, batch_in_epoch = divmod(int(number), self.steps_per_epoch)
+        if self._order_cache is None or self._order_cache[0] != epoch:
+            self._order_cache = (epoch, self._order(epoch))
+        share = self._batch_size // self._process_count
+        start = batch_in_epoch * self._batch_size + self._process_index * share
+        rows = self._order_cache[1][start : start + share]
+        return [self._at_epoch(self._examples[row], epoch) for row in rows]
+
+    def all_examples(self) -> list[Example]:
+        """Every row once in file order, the last partial batch included; the same on all processes."""
+        return [self._at_epoch(example, 0) for example in self._examples]
+
+    @staticmethod
+    def _at_epoch(example: Example, epoch: int) -> Example:
+        return dataclasses.replace(example, uid=f"{example.row}@{epoch}", epoch=epoch)
+
+    def state(self) -> dict[str, Any]:
+        """The position of the next batch as plain JSON, the same on all processes."""
+        epoch, batch_in_epoch = divmod(self._iterator.get_state()["next_index"], self.steps_per_epoch)
+        return {"epoch": epoch, "batch_in_epoch": batch_in_epoch, **self._identity()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues at a position that ``state`` gave, possibly on another number of processes.
+
+        Raises:
+          UserError: the position was saved for other data, another seed or batch size, so it names other rows.
+        """
+        for name, now in self._identity().items():
+            if state[name] != now:
+                raise UserError(
+                    f"The saved data position belongs to {name} = {state[name]!r}, this run has {now!r} "
+                    f"(data.train = {self._path}): the order of rows would differ. Restore the old value, or start a "
+                    "new run from the checkpoint's model in another workdir."
+                )
+        self._iterator.set_state({"next_index": state["epoch"] * self.steps_per_epoch + state["batch_in_epoch"]})
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "num_rows": self.num_rows,
+            "batch_size": self._batch_size,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+        }
+
+
+def load_examples(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int | None = None,
+    max_rows: int = 0,
+) -> tuple[list[Example], dict[str, int]]:
+    """Reads and encodes ``path`` and applies ``config.overlong_prompts``; ``(examples, counts)``.
+
+    One warning says how many rows were left out or cut, and names the first.
+
+    Raises:
+      UserError: see ``PromptData``.
+    """
+    rows = read_rows(path)
+    rows = rows[:max_rows] if max_rows else rows
+    rule, overlong = config.overlong_prompts, []
+    # A text this long can't fit, whatever its tokens; it is cut before it can stall the tokenizer. The factor
+    # leaves room for tokenizers that drop whitespace.
+    longest_text = 2 * longest_token(tokenizer) * (max_prompt_tokens + 1)
+    kept: list[Example] = []
+    for start in range(0, len(rows), ENCODE_ROWS):
+        records = [
+            map_row(
+                row,
+                f"{path}, row {index}",
+                prompt_column=config.prompt_column,
+                answer_column=config.answer_column,
+            )
+            for index, row in enumerate(rows[start : start + ENCODE_ROWS], start)
+        ]
+        rendered = [
+            render_prompt(
+                tokenizer,
+                record.prompt,
+                system_prompt=config.system_prompt,
+                apply_chat_template=config.apply_chat_template,
+                where=f"{path}, row {index}: the prompt",
+            )
+            for index, record in enumerate(records, start)
+        ]
+        keep_end = rule == "truncate_left"
+        texts = [text[-longest_text:] if keep_end else text[:longest_text] for text, _ in rendered]
+        encoded = encode_prompts(tokenizer, texts, [templated for _, templated in rendered])
+        for index, (record, text, ids) in enumerate(zip(records, texts, encoded, strict=True), start):
+            response = None if record.completion is None else encode_response(tokenizer, record.completion)
+            if len(ids) > max_prompt_tokens:
+                overlong.append(index)
+                if not rule.startswith("truncate_"):
+                    continue
+                ids = truncate(ids, max_prompt_tokens, rule.removeprefix("truncate_"), tokenizer.bos_token_id)
+                text = tokenizer.decode(ids)
+            if response is not None and max_response_tokens is not None and len(response) > max_response_tokens:
+                if index not in overlong[-1:]:
+                    overlong.append(index)
+                if not rule.startswith("truncate_"):
+                    continue
+                response = response[:max_response_tokens]
+            kept.append(
+                Example(
+                    uid=f"{index}@0",
+                    prompt=text,
+                    prompt_ids=ids,
+                    answer=record.answer,
+                    metadata=record.metadata,
+                    response_ids=response,
+                    row=index,
+                )
+            )
+    _report_overlong(path, rule, overlong, len(rows), max_prompt_tokens, max_response_tokens)
+    if not kept:
+        raise UserError(
+            f"All {len(rows)} rows of {path} are longer than data.max_prompt_tokens = {max_prompt_tokens} and "
+            "data.overlong_prompts = 'filter' leaves none. Raise the limit or choose 'truncate_left'."
+        )
+    cut = len(overlong) if rule.startswith("truncate_") else 0
+    return kept, {
+        "rows": len(rows),
+        "kept": len(kept),
+        "filtered": len(rows) - len(kept),
+        "truncated": cut,
+    }
+
+
+def _report_overlong(
+    path: str, rule: str, overlong: list[int], num_rows: int, max_prompt_tokens: int, max_response_tokens: int | None
+) -> None:
+    """One message for all rows; it is an error under the rule ``error``."""
+    if not overlong:
+        return
+    limits = f"data.max_prompt_tokens = {max_prompt_tokens}"
+    if max_response_tokens is not None:
+        limits += f" (or their completion than {max_response_tokens} tokens)"
+    named = ", ".join(map(str, overlong[:NAMED_ROWS])) + (", …" if len(overlong) > NAMED_ROWS else "")
+    text = f"{len(overlong)} of {num_rows} rows of {path} are longer than {limits}: row {named}"
+    if rule == "error":
+        raise UserError(f"{text}. data.overlong_prompts = 'error' refuses them; 'filter' leaves them out.")
+    action = "They are left out" if rule == "filter" else f"They are cut ({rule})"
+    if rule == "truncate_right":
+        action += ", which removes the end of the prompt, the header of the assistant's turn included"
+    log.warning("%s. %s.", text, action)

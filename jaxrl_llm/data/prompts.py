@@ -1,0 +1,107 @@
+"""From a prompt to token ids: the chat template, exactly one BOS, and the limit on length."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_llm.data.columns import Messages
+from jaxrl_llm.errors import UserError
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Messages,
+    *,
+    system_prompt: str = "",
+    apply_chat_template: str = "auto",
+    where: str = "The prompt",
+) -> tuple[str, bool]:
+    """``(text, templated)``: the prompt as the model is to see it.
+
+    A chat always goes through the template; plain text does under ``always``, and under ``auto`` where the
+    tokenizer has one, as one user turn. ``system_prompt`` becomes the first turn of a chat that has none.
+
+    Raises:
+      UserError: a template is needed and missing, or is not wanted and the prompt is a chat, or fails.
+    """
+    template = bool(tokenizer.chat_template)
+    is_chat = not isinstance(prompt, str)
+    if apply_chat_template == "never" or (not template and not is_chat and apply_chat_template == "auto"):
+        if is_chat:
+            raise UserError(f"{where} is a chat, but data.apply_chat_template = 'never'. Use 'auto', or text prompts.")
+        if system_prompt:
+            raise UserError(
+                f"data.system_prompt = {system_prompt!r} is set, but no chat template is applied that could hold it. "
+                "Leave it empty, or use a tokenizer with a chat template."
+            )
+        return prompt, False
+    if not template:
+        raise UserError(
+            f"{where} needs a chat template (it is a chat, or data.apply_chat_template = 'always'), and the tokenizer "
+            "has none. Use prompts that are plain text, or set tokenizer.path to an instruction-tuned model."
+        )
+    messages = list(prompt) if is_chat else [{"role": "user", "content": prompt}]
+    if system_prompt and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except (jinja2.TemplateError, TypeError, KeyError) as error:
+        raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}.") from error
+    return text, True
+
+
+@functools.lru_cache(maxsize=8)
+def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether plain text is encoded with a BOS in front (the post-processor knows, no flag can be trusted)."""
+    return tokenizer.bos_token_id is not None and tokenizer("0").input_ids[:1] == [tokenizer.bos_token_id]
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], templated: Sequence[bool]
+) -> list[np.ndarray]:
+    """Token ids ``[t]`` int32 of each text, with exactly one BOS where the tokenizer uses one.
+
+    A templated text holds all its special tokens already, BOS included if the model wants one there, so nothing
+    is added. Plain text gets the BOS that the encoder would add, unless it is written in the text; an EOS that
+    the encoder would add is left out, since the text is to be continued.
+    """
+    if not texts:
+        return []
+    encoded = tokenizer(list(texts), add_special_tokens=False).input_ids
+    bos = [tokenizer.bos_token_id] if _adds_bos(tokenizer) else []
+    return [
+        np.asarray(ids if is_templated or ids[:1] == bos else bos + ids, np.int32)
+        for ids, is_templated in zip(encoded, templated, strict=True)
+    ]
+
+
+def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    """Token ids ``[t]`` int32 of a completion to imitate, ended by EOS.
+
+    Raises:
+      UserError: the tokenizer has no EOS token.
+    """
+    if tokenizer.eos_token_id is None:
+        raise UserError("The tokenizer has no EOS token, so completions have no end. Set tokenizer.path to one with it.")
+    return np.asarray([*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id], np.int32)
+
+
+def truncate(prompt_ids: np.ndarray, limit: int, side: str, bos_token_id: int | None) -> np.ndarray:
+    """Cuts ids ``[t]`` to ``limit``: on the ``left`` (a leading BOS stays) or on the ``right``."""
+    if len(prompt_ids) <= limit:
+        return prompt_ids
+    if side == "right":
+        return prompt_ids[:limit]
+    if bos_token_id is not None and prompt_ids[0] == bos_token_id and limit > 1:
+        return np.concatenate([prompt_ids[:1], prompt_ids[len(prompt_ids) - limit + 1 :]])
+    return prompt_ids[len(prompt_ids) - limit :]
+
+
+def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Characters of the longest vocabulary entry: no text of ``n`` tokens is longer than ``n`` times this."""
+    return max(len(token) for token in tokenizer.get_vocab())
