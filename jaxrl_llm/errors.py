@@ -6,3 +6,10 @@ class UserError(ValueError):
 
     The command line prints the message alone and exits with code 2; in a notebook it is an ordinary exception.
     """
+
+
+class RunStopped(RuntimeError):
+    """A run that must not go on: a check failed while it ran. The last checkpoint is good.
+
+    The command line prints the message alone and exits with code 3.
+    """

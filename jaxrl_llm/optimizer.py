@@ -17,7 +17,7 @@ def learning_rate(config: OptimizerConfig, total_updates: int) -> optax.Schedule
 
     The decay ends at ``final_fraction`` of the peak with update `total_updates`.
     """
-    peak, warmup = config.learning_rate, config.warmup_updates
+    peak, warmup = config.learning_rate, config.warmup_steps
     rest = max(total_updates - warmup, 1)
     if config.schedule == "constant":
         after = optax.constant_schedule(peak)
@@ -73,5 +73,7 @@ def apply(
 
 def update_count(opt_state: Any) -> Int[Array, ""] | None:
     """How many updates the optimizer has made; None if it does not count (plain SGD with a constant rate)."""
-    counts = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state) if "count" in str(path[-1])]
+    counts = [
+        leaf for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state) if "count" in str(path[-1])
+    ]
     return counts[0] if counts else None

@@ -60,8 +60,10 @@ def place(lengths: Sequence[int], row_tokens: int) -> Placement:
     free = np.full(len(length), row_tokens, np.int64)
     used = 0
     for n in np.argsort(-length, kind="stable"):
-        target = int(np.argmax(free[: used + 1] >= length[n])) if used < len(length) else int(
-            np.argmax(free >= length[n])
+        target = (
+            int(np.argmax(free[: used + 1] >= length[n]))
+            if used < len(length)
+            else int(np.argmax(free >= length[n]))
         )
         row[n], start[n] = target, row_tokens - free[target]
         free[target] -= length[n]
@@ -75,7 +77,12 @@ def micro_batches_for(num_sequences: int, shape: RowShape) -> int:
 
 
 def pack(
-    sequences: Sequences, shape: RowShape, *, aggregation: str, max_response_tokens: int, max_micro_batches: int
+    sequences: Sequences,
+    shape: RowShape,
+    *,
+    aggregation: str,
+    max_response_tokens: int,
+    max_micro_batches: int,
 ) -> tuple[MiniBatch, Placement]:
     """Packs one optimizer batch. Sequences without a trained token are placed nowhere (length 0).
 
@@ -120,7 +127,9 @@ def unpack(values: np.ndarray, placement: Placement, lengths: Sequence[int]) -> 
     flat = values.reshape(-1, values.shape[-1])
     return [
         flat[row, start : start + length].copy() if length else np.zeros(full, values.dtype)
-        for row, start, length, full in zip(placement.row, placement.start, placement.length, lengths, strict=True)
+        for row, start, length, full in zip(
+            placement.row, placement.start, placement.length, lengths, strict=True
+        )
     ]
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import MeshConfig
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.validation import fit_mesh
 
 AXES = ("data", "pipeline", "fsdp", "tensor")
 """Mesh axes from outermost to innermost: `tensor` groups are neighbours on the fastest links."""
@@ -33,46 +33,15 @@ REPLICA_AXES = ("data", "pipeline", "fsdp")
 """Each index of these is one generation replica with its own slots and pages."""
 
 
-def mesh_shape(config: MeshConfig, device_count: int) -> dict[str, int]:
-    """Size of each mesh axis, with the one that is -1 filled in.
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The project's mesh over `devices` (all devices by default), axes `AXES`, all of type Auto.
 
     Raises:
-      UserError: the sizes do not multiply to `device_count`, or more than one is -1.
+      UserError: the sizes in `config` do not multiply to the number of devices.
     """
-    sizes = {axis: getattr(config, axis) for axis in AXES}
-    written = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items())
-    free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) > 1:
-        raise UserError(f"{written}: only one mesh axis may be -1 (filled in from the device count); set the rest.")
-    fixed = math.prod(size for size in sizes.values() if size != -1)
-    if any(size < 1 for size in sizes.values() if size != -1):
-        raise UserError(f"{written}: every mesh axis is a positive number, or -1 for one of them.")
-    if free:
-        if device_count % fixed:
-            raise UserError(
-                f"{written}: the given axes multiply to {fixed}, which does not divide the {device_count} devices; "
-                f"{_suggestions(sizes, device_count)}"
-            )
-        sizes[free[0]] = device_count // fixed
-    elif fixed != device_count:
-        raise UserError(
-            f"{written}: these multiply to {fixed}, but there are {device_count} devices; "
-            f"{_suggestions(sizes, device_count)}"
-        )
-    return sizes
-
-
-def _suggestions(sizes: Mapping[str, int], device_count: int) -> str:
-    pairs = [(fsdp, device_count // fsdp) for fsdp in range(1, device_count + 1) if device_count % fsdp == 0]
-    shapes = "; ".join(f"mesh.data=1 mesh.fsdp={fsdp} mesh.tensor={tensor}" for fsdp, tensor in pairs[:8])
-    return f"shapes that fit, for example: {shapes} (with mesh.pipeline=1)."
-
-
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The project's mesh over `devices` (all devices by default), axes `AXES`, all of type Auto."""
     devices = jax.devices() if devices is None else list(devices)
-    sizes = mesh_shape(config, len(devices))
-    return Mesh(np.asarray(devices).reshape([sizes[axis] for axis in AXES]), AXES)
+    sizes = fit_mesh(config, len(devices))
+    return Mesh(np.asarray(devices).reshape([getattr(sizes, axis) for axis in AXES]), AXES)
 
 
 def replica_count(mesh: Mesh) -> int:

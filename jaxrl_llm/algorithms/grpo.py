@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,11 +20,8 @@ import numpy as np
 from jaxrl_llm.algorithms import aggregation, policy_loss
 from jaxrl_llm.algorithms.advantages import group_advantages, kl_shaped_rewards
 from jaxrl_llm.algorithms.interface import Algorithm, Context, Objective, Sequences
-from jaxrl_llm.config import option
+from jaxrl_llm.config import RunConfig, option
 from jaxrl_llm.types import Example, Rollouts, Rows, TokenOutputs
-
-if TYPE_CHECKING:
-    from jaxrl_llm.config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +45,8 @@ class GRPOOptions:
     )
     overlong_penalty: float = option(1.0, "penalty at the full budget", low=0.0)
     on_policy: bool = option(
-        True, "with one update per rollout take the current log-probs as the old ones (ratio 1) and skip a forward"
+        True,
+        "with one update per rollout take the current log-probs as the old ones (ratio 1) and skip a forward",
     )
 
 
@@ -111,7 +108,9 @@ def prepare(context: Context, rollouts: Rollouts) -> Sequences:
         shaped, kl_sum, count = [], 0.0, 0
         for n in range(len(rollouts)):
             old, reference = sequences.old_logprobs[n], sequences.ref_logprobs[n]
-            kl = np.asarray(policy_loss.kl_penalty(jnp.asarray(old), jnp.asarray(reference), options.kl_estimator))
+            kl = np.asarray(
+                policy_loss.kl_penalty(jnp.asarray(old), jnp.asarray(reference), options.kl_estimator)
+            )
             shaped.append(kl_shaped_rewards(float(rewards[n]), kl, masks[n], options.kl_coef).sum())
             kl_sum, count = kl_sum + float(kl[masks[n]].sum()), count + int(masks[n].sum())
         rewards = np.where(scored, np.array(shaped, np.float32), np.nan).astype(np.float32)
@@ -121,7 +120,8 @@ def prepare(context: Context, rollouts: Rollouts) -> Sequences:
         rewards, rollouts.group, normalize_std=options.advantage_normalization == "std"
     )
     sequences.advantages = [
-        np.where(mask, advantage, 0).astype(np.float32) for mask, advantage in zip(masks, per_sample, strict=True)
+        np.where(mask, advantage, 0).astype(np.float32)
+        for mask, advantage in zip(masks, per_sample, strict=True)
     ]
     sequences.metrics["advantage/zero_fraction"] = float((per_sample == 0).mean()) if len(per_sample) else 0.0
     if on_policy:
@@ -135,7 +135,12 @@ def losses(options: GRPOOptions, outputs: TokenOutputs, rows: Rows) -> Objective
     actor = jnp.where(mask, outputs.logprobs, 0.0)
     old = rows.old_logprobs
     token_loss, ratio = policy_loss.clipped_surrogate(
-        actor, old, rows.advantages, clip_low=options.clip_low, clip_high=options.clip_high, dual_clip=options.dual_clip
+        actor,
+        old,
+        rows.advantages,
+        clip_low=options.clip_low,
+        clip_high=options.clip_high,
+        dual_clip=options.dual_clip,
     )
     weights = rows.weights
     policy = jnp.sum(weights * token_loss)
@@ -159,7 +164,10 @@ def losses(options: GRPOOptions, outputs: TokenOutputs, rows: Rows) -> Objective
     if options.entropy_coef > 0:
         total = total - options.entropy_coef * jnp.sum(weights * entropy)
     return Objective(
-        total, {"loss/policy": policy, "loss/total": total}, counted, {"rollout/logprob_diff_max": jnp.max(difference)}
+        total,
+        {"loss/policy": policy, "loss/total": total},
+        counted,
+        {"rollout/logprob_diff_max": jnp.max(difference)},
     )
 
 

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxrl_llm.config import RunConfig
 from jaxrl_llm.types import Example, Rollouts, Rows, TokenOutputs
-
-if TYPE_CHECKING:
-    from jaxrl_llm.config import RunConfig
 
 
 @dataclasses.dataclass
@@ -68,6 +66,7 @@ class Objective(NamedTuple):
     maxima: dict[str, Float[Array, ""]]
 
 
+@runtime_checkable
 class Context(Protocol):
     """What the trainer offers to `collect` and `prepare` in one step."""
 

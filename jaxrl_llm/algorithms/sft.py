@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,9 +18,6 @@ from jaxrl_llm.algorithms.interface import Algorithm, Context, Objective, Sequen
 from jaxrl_llm.config import option
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Example, Rollouts, Rows, TokenOutputs
-
-if TYPE_CHECKING:
-    from jaxrl_llm.config import RunConfig
 
 
 @dataclasses.dataclass(frozen=True)

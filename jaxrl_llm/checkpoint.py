@@ -1,0 +1,119 @@
+"""Checkpoints: everything that defines the next step, written in the background and named only when complete.
+
+A checkpoint ``<workdir>/checkpoints/<step>/`` holds two items: ``state`` (parameters and optimizer state of every
+role, with the dtypes they have in the run) and ``host`` (JSON: data position, the algorithm's memory, best metric,
+versions). Randomness needs no state: it follows from (seed, step, prompt, sample, position).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
+
+from jaxrl_llm.config import CheckpointConfig
+from jaxrl_llm.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A checkpoint read back: `step` steps are done; `state` is on the devices, `host` plain JSON values."""
+
+    step: int
+    state: Any
+    host: dict[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run. Keeps the last `keep` and, on top of them, the one with the best metric."""
+
+    def __init__(self, workdir: pathlib.Path, config: CheckpointConfig):
+        self.config = config
+        self.directory = (workdir / "checkpoints").absolute()
+        policies: list[preservation.PreservationPolicy] = [preservation.LatestN(config.keep)]
+        if config.best_metric:
+            policies.append(
+                preservation.BestN(
+                    get_metric_fn=lambda metrics: metrics[config.best_metric],
+                    n=1,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
+        self._manager = ocp.CheckpointManager(
+            self.directory,
+            options=ocp.CheckpointManagerOptions(
+                preservation_policy=preservation.AnyPreservationPolicy(policies), cleanup_tmp_directories=True
+            ),
+            item_names=("state", "host"),
+        )
+
+    def save(self, step: int, state: Any, host: dict[str, Any], metrics: dict[str, float]) -> None:
+        """Starts writing. Device buffers are copied before it returns, so the next step may donate them.
+
+        Args:
+          step: how many steps are done.
+          metrics: of this step; the best metric is looked up here.
+
+        Raises:
+          Exception: an earlier background save failed (orbax re-raises it here or in `wait`).
+        """
+        metric = self.config.best_metric
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)),
+            metrics={metric: metrics[metric]} if metric in metrics else None,
+            force=True,
+        )
+
+    def latest_step(self) -> int | None:
+        """Steps done in the newest complete checkpoint; None if there is none."""
+        return self._manager.latest_step()
+
+    def best_step(self) -> int | None:
+        """The checkpoint with the highest best metric, or the newest where none has one."""
+        return self._manager.best_step() if self.config.best_metric else self.latest_step()
+
+    def restore(self, template: Any, step: int | None = None) -> Restored:
+        """Reads a checkpoint into the shapes, dtypes and shardings of `template`.
+
+        Args:
+          template: arrays or `jax.ShapeDtypeStruct`s with shardings; another mesh than at saving is fine.
+          step: which one; the newest by default.
+
+        Raises:
+          UserError: there is no such checkpoint, or it does not fit the template.
+        """
+        step = self.latest_step() if step is None else step
+        if step is None or step not in self._manager.all_steps():
+            raise UserError(
+                f"{self.directory}: no complete checkpoint{'' if step is None else f' of step {step}'} there; "
+                f"complete ones: {sorted(self._manager.all_steps()) or 'none'}."
+            )
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), template
+        )
+        try:
+            restored = self._manager.restore(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
+                ),
+            )
+        except (ValueError, KeyError, FileNotFoundError) as error:
+            raise UserError(
+                f"{self.directory / str(step)}: this checkpoint does not fit the run (another model, algorithm or "
+                f"optimizer, or a damaged file): {str(error).splitlines()[0]} Use another --workdir, or the "
+                "configuration saved there (config.json)."
+            ) from error
+        return Restored(step, restored["state"], restored["host"])
+
+    def wait(self) -> None:
+        """Blocks until every started save is complete; raises if one failed."""
+        self._manager.wait_until_finished()
+
+    def close(self) -> None:
+        self._manager.close()

@@ -1,0 +1,180 @@
+"""Generate and score: the half of a step that happens in the generation layout.
+
+`Rollout` owns the hybrid engine, the decoder engine and the reward workers, and makes each only when it is first needed
+(SFT without evaluation needs none of them).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxrl_llm.config import RunConfig
+from jaxrl_llm.decoding.engine import Engine
+from jaxrl_llm.decoding.request import Request, SamplingParams, sample_seeds
+from jaxrl_llm.hybrid_engine import HybridEngine
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.observability.timing import PhaseTimer
+from jaxrl_llm.rewards.pool import RewardRunner
+from jaxrl_llm.types import Completion, Example, Params, Rollouts
+
+EVALUATION_STREAM = 2**32 - 1
+"""Stands in for the step in the seeds of evaluation samples: every evaluation draws the same numbers, and
+none that training draws."""
+
+
+class Rollout:
+    """Completions and rewards for prompts.
+
+    Args:
+      rewards: Python functions by reward name, in place of the `function` of ``config.rewards``.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        decoder: Decoder,
+        mesh: Mesh,
+        dtype: Any,
+        tokenizer: Any,
+        rewards: dict[str, Callable[..., Any]] | None = None,
+    ):
+        self.config, self.decoder, self.mesh, self.dtype, self.tokenizer = (
+            config,
+            decoder,
+            mesh,
+            dtype,
+            tokenizer,
+        )
+        self._reward_functions = rewards
+
+    @functools.cached_property
+    def hybrid_engine(self) -> HybridEngine:
+        return HybridEngine(self.decoder, self.mesh, self.config.hybrid_engine, self.dtype)
+
+    @functools.cached_property
+    def engine(self) -> Engine:
+        return Engine(self.decoder, self.mesh, self.config.rollout, self.tokenizer)
+
+    @functools.cached_property
+    def reward_runner(self) -> RewardRunner:
+        return RewardRunner(self.config.rewards, self.config.reward_runner, extra=self._reward_functions)
+
+    def complete(
+        self,
+        params: Params,
+        examples: Sequence[Example],
+        *,
+        step: int,
+        samples: int | None = None,
+        temperature: float | None = None,
+        timer: PhaseTimer | None = None,
+    ) -> list[list[Completion]]:
+        """Completions of each prompt, from parameters in the training layout.
+
+        Args:
+          params: kept; nothing of them is held when this returns.
+          step: with the seed, the prompt, the sample and the position, it fixes the randomness.
+          samples, temperature: in place of the configured ones (evaluation).
+        """
+        timer = timer or PhaseTimer()
+        rollout = self.config.rollout
+        samples = rollout.samples_per_prompt if samples is None else samples
+        sampling = SamplingParams(
+            temperature=rollout.temperature if temperature is None else temperature,
+            top_k=rollout.top_k if temperature is None else 0,
+            top_p=rollout.top_p if temperature is None else 1.0,
+            min_p=rollout.min_p if temperature is None else 0.0,
+            max_tokens=rollout.max_new_tokens,
+            min_tokens=rollout.min_new_tokens,
+            stop=rollout.stop,
+            ignore_eos=rollout.ignore_eos,
+        )
+        requests = [
+            Request(
+                example.prompt_ids,
+                sampling,
+                sample_seeds(self.config.seed, step, example.epoch * 2**32 + example.row, samples),
+            )
+            for example in examples
+        ]
+        with timer("layout"):
+            generation_params = self.hybrid_engine.to_generation(params)
+        with timer("generation"):
+            return self.engine.generate(generation_params, requests)
+
+    def rollouts(
+        self,
+        params: Params,
+        examples: Sequence[Example],
+        *,
+        step: int,
+        samples: int | None = None,
+        temperature: float | None = None,
+        timer: PhaseTimer | None = None,
+    ) -> Rollouts:
+        """Completions with their rewards; arguments as in `complete`."""
+        timer = timer or PhaseTimer()
+        groups = self.complete(
+            params, examples, step=step, samples=samples, temperature=temperature, timer=timer
+        )
+        group = np.repeat(np.arange(len(examples), dtype=np.int32), [len(one) for one in groups])
+        completions = [completion for one in groups for completion in one]
+        texts = [completion.text for completion in completions]
+        with timer("reward"):
+            scored = self.reward_runner.score(
+                [examples[index].prompt for index in group],
+                texts,
+                [examples[index].answer for index in group],
+                [dict(examples[index].metadata) for index in group],
+            )
+        lengths = np.array([len(completion.token_ids) for completion in completions])
+        seconds = max(timer.seconds.get("generation", 0.0), 1e-9)
+        metrics = {
+            **_reward_metrics(scored.total, scored.components),
+            "reward/failures": float(scored.failures),
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": float(lengths.max()),
+            "response/truncated_fraction": float(
+                np.mean([completion.finish_reason == "length" for completion in completions])
+            ),
+            "perf/generation_tokens_per_s": float(lengths.sum()) / seconds,
+        }
+        change = self.hybrid_engine.last
+        if change is not None:
+            metrics["layout/bytes"] = float(change.moved_bytes)
+            metrics["layout/copied_bytes"] = float(change.copied_bytes)
+        return Rollouts(
+            examples=examples,
+            group=group,
+            responses=[completion.token_ids for completion in completions],
+            sampler_logprobs=[completion.logprobs for completion in completions],
+            texts=texts,
+            finish_reasons=[completion.finish_reason for completion in completions],
+            rewards=scored.total,
+            components=scored.components,
+            metrics=metrics,
+        )
+
+    def close(self) -> None:
+        """Ends the reward workers if there are any."""
+        if "reward_runner" in self.__dict__:
+            self.reward_runner.close()
+
+
+def _reward_metrics(total: np.ndarray, components: dict[str, np.ndarray]) -> dict[str, float]:
+    """Means over the samples that a reward applies to; a reward that applies to none is left out."""
+    metrics: dict[str, float] = {}
+    scored = total[~np.isnan(total)]
+    if len(scored):
+        metrics |= {"reward/mean": float(scored.mean()), "reward/std": float(scored.std())}
+    metrics["reward/unscored_fraction"] = 1.0 - len(scored) / max(len(total), 1)
+    for name, values in components.items():
+        applied = values[~np.isnan(values)]
+        if len(applied):
+            metrics[f"reward/{name}/mean"] = float(applied.mean())
+    return metrics

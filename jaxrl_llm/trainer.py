@@ -1,0 +1,402 @@
+"""The spine: prompts -> rollouts -> rewards -> batch -> state. `Trainer.train` is the loop; read it first.
+
+The controller is ordinary host Python and runs identically on every process: what steers device work is
+computed from values that all processes share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import logging
+import pathlib
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrl_llm import config as configs
+from jaxrl_llm import evaluate, optimizer, packing, update
+from jaxrl_llm.algorithms import ALGORITHMS
+from jaxrl_llm.algorithms.interface import Sequences
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import RunConfig
+from jaxrl_llm.data.dataset import PromptData
+from jaxrl_llm.data.tokenizer import load_tokenizer
+from jaxrl_llm.errors import RunStopped, UserError
+from jaxrl_llm.models.export import export_model
+from jaxrl_llm.models.loading import init_model, load_model
+from jaxrl_llm.observability.run_log import RunLog
+from jaxrl_llm.observability.timing import PhaseTimer
+from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.sharding import TRAINING, batch_shards, make_mesh
+from jaxrl_llm.types import Example, Rollouts
+from jaxrl_llm.update import Forward, RoleState
+
+logger = logging.getLogger(__name__)
+
+
+class Trainer:
+    """One run: its model, its data, its state and its folder.
+
+    Args:
+      config: what `config.resolve` returns.
+      workdir: the run's folder; one that holds a run already is resumed. None keeps nothing on disk.
+      rewards: Python functions by reward name, in place of ``config.rewards`` entries' functions.
+      devices: all by default.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        workdir: pathlib.Path | str | None = None,
+        *,
+        rewards: dict[str, Callable[..., Any]] | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ):
+        self.mesh = make_mesh(config.mesh, devices)
+        self.config = config = configs.with_mesh(config, self.mesh.size)
+        self.workdir = None if workdir is None else pathlib.Path(workdir)
+        self.algorithm = ALGORITHMS[config.algorithm.name]
+        self.options = config.algorithm.options
+        if self.workdir is not None:
+            self._claim_workdir()
+
+        self.tokenizer = load_tokenizer(config.tokenizer.path)
+        self.data = self._open_data(config.data.train, config.train_batch_size) if config.data.train else None
+        self.eval_data = self._open_data(config.data.eval, 1) if config.data.eval else None
+        self.total_steps = (
+            configs.step_counts(config, self.data.num_rows).total_steps if self.data else config.num_steps
+        )
+        self.decoder, params = self._load_model()
+        configs.check_against_model(config, self.decoder.config, self.tokenizer)
+        self.dtype = _compute_dtype(config.dtype, self.mesh)
+
+        updates = configs.updates_per_step(config) * self.total_steps
+        self.optimizer = optimizer.make_optimizer(config.optimizer, updates)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+        policy, policy_shardings = update.init_role(params, self.optimizer, shardings, self.mesh)
+        self.roles: dict[str, RoleState] = {"policy": policy}
+        if "reference" in self.algorithm.roles(self.options):
+            # A copy of its own: the policy's buffers are donated by the first update.
+            self.roles["reference"] = RoleState(
+                jax.tree.map(lambda leaf: jnp.array(leaf, self.dtype, copy=True), params)
+            )
+        self.memory = self.algorithm.init(self.options)
+        self.step_index = 0
+
+        self.row_shape = packing.RowShape.of(
+            config.training.row_tokens, config.training.micro_batch_tokens, batch_shards(self.mesh)
+        )
+        forward = Forward(
+            self.decoder,
+            temperature=(config.rollout.temperature or 1.0) if self.algorithm.generates else 1.0,
+            dtype=self.dtype,
+            remat=config.model.remat,
+            chunk_tokens=config.training.logprob_chunk_tokens,
+        )
+        self._update = update.make_update(
+            forward,
+            self.algorithm,
+            self.options,
+            self.optimizer,
+            config.optimizer.clip_norm,
+            policy_shardings,
+            self.mesh,
+        )
+        self._logprobs = update.make_logprobs(forward, self.mesh)
+        self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, rewards)
+        self.checkpoints = None if self.workdir is None else Checkpoints(self.workdir, config.checkpoint)
+        self.log = RunLog(self.workdir)
+        self._preempted = threading.Event()
+
+    # --- the loop ---------------------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, float]:
+        """Runs from the newest checkpoint to the last step; returns the last metrics.
+
+        Raises:
+          RunStopped: a loss or gradient is not finite, or decoder and trainer disagree (`_check`).
+          SystemExit: SIGTERM arrived; the run was saved after the step in progress.
+        """
+        if self.data is None:
+            raise UserError(
+                "data.train is empty: training needs a file of prompts (.jsonl, .parquet) or builtin:NAME/SPLIT."
+            )
+        self.restore()
+        metrics: dict[str, float] = {}
+        with self._sigterm(), self.log.progress(self.total_steps, self.step_index):
+            if self.step_index == 0 and self.config.eval.before:
+                self._evaluate(metrics)
+                self.log.write(0, metrics)
+            while self.step_index < self.total_steps:
+                examples = next(self.data)
+                metrics, rollouts = self.step(examples)
+                self._check(metrics)
+                last = self.step_index == self.total_steps
+                if _due(self.config.eval.every_steps, self.step_index) or (last and self.config.eval.after):
+                    self._evaluate(metrics)
+                self.log.write(self.step_index, metrics, rollouts)
+                stop = self._agree(self._preempted.is_set())
+                if (
+                    stop
+                    or _due(self.config.checkpoint.every_steps, self.step_index)
+                    or (last and self.config.checkpoint.save_final)
+                ):
+                    self.save(metrics)
+                if stop and not last:
+                    self.close()
+                    raise SystemExit(PREEMPTED_EXIT_CODE)
+        self.close()
+        self.log.summary(self.total_steps)
+        return metrics
+
+    def step(self, examples: Sequence[Example]) -> tuple[dict[str, float], Rollouts]:
+        """One step on any number of prompts: generate, score, learn.
+
+        Returns:
+          The step's metrics (names in the README) and the scored rollouts.
+        """
+        timer = PhaseTimer()
+        context = StepContext(self, timer)
+        rollouts = self.algorithm.collect(context, examples)
+        sequences = self.algorithm.prepare(context, rollouts)
+        learned = self._learn(sequences, timer)
+        self.memory = self.algorithm.after_step(self.options, self.memory, learned)
+        self.step_index += 1
+        metrics = {**rollouts.metrics, **sequences.metrics, **learned, **self.log.machine_metrics()}
+        metrics |= timer.metrics()
+        trained = sum(
+            len(ids) for ids, mask in zip(sequences.tokens, sequences.loss_mask, strict=True) if mask.any()
+        )
+        metrics["perf/train_tokens_per_s"] = (
+            trained * self.config.training.epochs / max(metrics["time/update_s"], 1e-9)
+        )
+        return metrics, rollouts
+
+    def _learn(self, sequences: Sequences, timer: PhaseTimer) -> dict[str, float]:
+        """Every optimizer update of a step; metrics are means over the updates, maxima stay maxima."""
+        found: list[dict[str, float]] = []
+        batches = packing.mini_batches(sequences, self.config.training.mini_batch_size)
+        for _ in range(self.config.training.epochs):
+            for members in batches:
+                part = packing.select(sequences, members)
+                with timer("pack"):
+                    batch, _ = self._pack(part)
+                    rows = update.put_rows(batch, self.mesh)
+                with timer("update"):
+                    self.roles["policy"], metrics = self._update(
+                        self.roles["policy"],
+                        rows,
+                        jnp.int32(batch.num_micro_batches),
+                        jnp.float32(batch.denominator),
+                        old_is_actor=sequences.old_logprobs is None,
+                    )
+                    found.append({name: float(value) for name, value in jax.device_get(metrics).items()})
+        return {
+            name: (max if name.endswith("_max") else _mean)([metrics[name] for metrics in found])
+            for name in found[0]
+        }
+
+    def _pack(self, sequences: Sequences) -> tuple[Any, packing.Placement]:
+        """One shape for every batch of at most `mini_batch_size` prompts, larger ones rounded up to powers of two."""
+        usual = self.config.training.mini_batch_size * (
+            self.config.rollout.samples_per_prompt if self.algorithm.generates else 1
+        )
+        capacity = packing.micro_batches_for(usual, self.row_shape)
+        while packing.micro_batches_for(len(sequences.tokens), self.row_shape) > capacity:
+            capacity *= 2
+        return packing.pack(
+            sequences,
+            self.row_shape,
+            aggregation=self.algorithm.loss_aggregation(self.options),
+            max_response_tokens=self.config.rollout.max_new_tokens,
+            max_micro_batches=capacity,
+        )
+
+    def logprobs(self, role: str, sequences: Sequences) -> list[np.ndarray]:
+        """See `algorithms.interface.Context.logprobs`. Split like the updates, so that it runs in their shape."""
+        out: list[np.ndarray] = [np.zeros(0)] * len(sequences.tokens)
+        for members in packing.mini_batches(sequences, self.config.training.mini_batch_size):
+            batch, placement = self._pack(packing.select(sequences, members))
+            rows = update.put_rows(batch, self.mesh)
+            values = np.asarray(
+                self._logprobs(self.roles[role].params, rows, jnp.int32(batch.num_micro_batches))
+            )
+            lengths = [len(sequences.tokens[n]) for n in members]
+            for n, one in zip(members, packing.unpack(values, placement, lengths), strict=True):
+                out[n] = one
+        return out
+
+    # --- evaluation, generation, export -----------------------------------------------------------------------
+
+    def evaluate(self) -> dict[str, float]:
+        """Accuracy, mean reward and pass@k of the current policy on `data.eval`."""
+        if self.eval_data is None:
+            raise UserError("data.eval is empty: evaluation needs a held-out file of prompts with answers.")
+        examples = self.eval_data.all_examples()
+        if self.config.eval.max_rows:
+            examples = examples[: self.config.eval.max_rows]
+        return evaluate.evaluate(self.rollout, self.roles["policy"].params, examples, self.config)
+
+    def _evaluate(self, metrics: dict[str, float]) -> None:
+        if self.eval_data is not None:
+            metrics |= self.evaluate()
+
+    def generate(self, prompts: Sequence[str]) -> list[list[str]]:
+        """Completions of each prompt (`rollout.samples_per_prompt` of them) as text, by the rollout's sampling options."""
+        examples = self.examples(prompts)
+        completions = self.rollout.complete(self.roles["policy"].params, examples, step=self.step_index)
+        return [[completion.text for completion in group] for group in completions]
+
+    def examples(
+        self,
+        prompts: Sequence[Any],
+        answers: Sequence[Any] | None = None,
+        metadata: Sequence[dict] | None = None,
+    ) -> list[Example]:
+        """Prompts (text or chat messages) encoded like the rows of a file.
+
+        Raises:
+          UserError: a prompt is longer than `data.max_prompt_tokens`.
+        """
+        return self.encoder.examples(prompts, answers, metadata, epoch=self.step_index)
+
+    def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:
+        """Writes the policy as a Hugging Face folder; see `models.export.export_model`."""
+        export_model(folder, self.decoder, self.roles["policy"].params, self.tokenizer, overwrite=overwrite)
+
+    # --- saving and resuming ----------------------------------------------------------------------------------
+
+    def save(self, metrics: dict[str, float]) -> None:
+        """Starts saving everything that defines the next step."""
+        if self.checkpoints is None:
+            return
+        host = {
+            "data": self.data.state() if self.data else None,
+            "memory": self.memory,
+            "versions": {
+                name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "flax", "optax")
+            },
+        }
+        self.checkpoints.save(self.step_index, self.roles, host, metrics)
+
+    def restore(self, step: int | None = None) -> bool:
+        """Continues from a checkpoint of the work folder, the newest by default; False if there is none.
+
+        Raises:
+          UserError: all steps of the run are already done.
+        """
+        if self.checkpoints is None or self.checkpoints.latest_step() is None:
+            return False
+        restored = self.checkpoints.restore(self.roles, step)
+        self.roles, self.memory, self.step_index = restored.state, restored.host["memory"], restored.step
+        if self.data is not None and restored.host["data"] is not None:
+            self.data.restore(restored.host["data"])
+        logger.info("resumed from %s after step %d", self.checkpoints.directory, self.step_index)
+        return True
+
+    def close(self) -> None:
+        """Waits for background saves and ends the reward workers."""
+        if self.checkpoints is not None:
+            self.checkpoints.wait()
+        self.rollout.close()
+        self.log.close()
+
+    # --- setting up -------------------------------------------------------------------------------------------
+
+    def _load_model(self) -> tuple[Any, Any]:
+        """The decoder and its float32 master parameters in the training layout."""
+        model, multiple = self.config.model, self.mesh.shape["tensor"]
+        if model.architecture:
+            key = jax.random.key(self.config.seed)
+            return init_model(
+                model.architecture, key, mesh=self.mesh, layout=TRAINING, vocab_multiple=multiple
+            )
+        return load_model(
+            model.path, mesh=self.mesh, layout=TRAINING, dtype=jnp.float32, vocab_multiple=multiple
+        )
+
+    def _open_data(self, path: str, batch_size: int) -> PromptData:
+        return PromptData(
+            dataclasses.replace(self.config.data, train=path),
+            self.tokenizer,
+            batch_size=batch_size,
+            seed=self.config.seed,
+            max_prompt_tokens=self.config.data.max_prompt_tokens,
+        )
+
+    def _check(self, metrics: dict[str, float]) -> None:
+        """Stops a run that computes nonsense, before it is saved.
+
+        Raises:
+          RunStopped: see the messages.
+        """
+        bad = [name for name in ("loss/total", "policy/grad_norm") if not np.isfinite(metrics.get(name, 0.0))]
+        if bad:
+            raise RunStopped(
+                f"Step {self.step_index}: {bad[0]} is {metrics[bad[0]]}. The update was not applied and nothing of it "
+                "was saved; the last checkpoint is good. Look at the rewards of this step (samples.jsonl), "
+                "at optimizer.learning_rate and optimizer.clip_norm, and in bfloat16 at dtype='float32'."
+            )
+        bounds = self.config.checks.bounds(str(np.dtype(self.dtype)))
+        for name, bound in zip(
+            ("rollout/logprob_diff_mean", "rollout/logprob_diff_max"), bounds, strict=True
+        ):
+            if metrics.get(name, 0.0) > bound:
+                raise RunStopped(
+                    f"Step {self.step_index}: {name} is {metrics[name]:.3g}, above its bound {bound:g}. The decoder "
+                    "and the trainer disagree on the probability of the sampled tokens, so the loss is computed for "
+                    "another policy than the one that wrote them. It was not saved. Look at rollout.attention, "
+                    "dtype and jax_default_matmul_precision; checks.* sets the bounds if this size is known to be harmless."
+                )
+
+
+@dataclasses.dataclass
+class StepContext:
+    """What an algorithm may ask of the trainer within one step; see `algorithms.interface.Context`."""
+
+    trainer: Trainer
+    timer: PhaseTimer
+
+    @property
+    def config(self) -> RunConfig:
+        return self.trainer.config
+
+    @property
+    def options(self) -> Any:
+        return self.trainer.options
+
+    @property
+    def step(self) -> int:
+        return self.trainer.step_index
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        return self.trainer.memory
+
+    def rollouts(self, examples: Sequence[Example]) -> Rollouts:
+        policy = self.trainer.roles["policy"].params
+        return self.trainer.rollout.rollouts(policy, examples, step=self.step, timer=self.timer)
+
+    def logprobs(self, role: str, sequences: Sequences) -> list[np.ndarray]:
+        with self.timer("logprobs"):
+            return self.trainer.logprobs(role, sequences)
+
+
+def _compute_dtype(name: str, mesh: jax.sharding.Mesh) -> Any:
+    if name == "auto":
+        name = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
+    return jnp.dtype(name)
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _mean(values: list[float]) -> float:
+    return float(np.mean(values))

@@ -1,0 +1,186 @@
+"""The jitted programs of training: one optimizer update, and log-probs of given tokens.
+
+Both walk over the micro-batches of a `MiniBatch` in a loop with a trip count given at run time, so that every step,
+however full, runs the same compiled program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from jaxrl_llm import optimizer as optimizers
+from jaxrl_llm.algorithms.interface import Algorithm, Objective
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.sharding import batch_sharding, replicated
+from jaxrl_llm.types import MiniBatch, Params, Rows
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RoleState:
+    """One role's parameters (in the training layout) and optimizer state; None for a role that is not trained."""
+
+    params: Params
+    opt_state: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Forward:
+    """How a policy reads packed rows: the model and what its outputs depend on besides parameters.
+
+    Attributes:
+      temperature: logits are divided by it, the sampler's rule.
+      dtype: of the forward pass; parameters are cast once, before the loop over micro-batches, so that
+        gathered weights and their gradients move in this dtype.
+    """
+
+    decoder: Decoder
+    temperature: float
+    dtype: Any
+    remat: str
+    chunk_tokens: int
+
+    def cast(self, params: Params) -> Params:
+        return jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
+
+    def outputs(self, params: Params, rows: Rows) -> Any:
+        """`TokenOutputs` of one micro-batch, from parameters that `cast` returned."""
+        hidden = self.decoder.hidden(params, rows.tokens, rows.positions, rows.segment_ids, remat=self.remat)
+        return self.decoder.token_logprobs(
+            params,
+            hidden,
+            rows.tokens,
+            rows.loss_mask,
+            jnp.float32(self.temperature),
+            chunk_tokens=self.chunk_tokens,
+        )
+
+
+def put_rows(batch: MiniBatch, mesh: Mesh) -> Rows:
+    """The rows on the devices, split over the batch axes: one transfer a field."""
+    sharding = batch_sharding(mesh, ndim=3, row_dimension=1)
+    return jax.device_put(batch.rows, sharding)
+
+
+def _micro_batch(rows: Rows, index: Int[Array, ""]) -> Rows:
+    return jax.tree.map(lambda field: jax.lax.dynamic_index_in_dim(field, index, 0, keepdims=False), rows)
+
+
+def make_update(
+    forward: Forward,
+    algorithm: Algorithm,
+    options: Any,
+    optimizer: optax.GradientTransformation,
+    clip_norm: float,
+    role_shardings: RoleState,
+    mesh: Mesh,
+) -> Callable[..., tuple[RoleState, dict[str, Float[Array, ""]]]]:
+    """Builds ``update(role, rows, num_micro_batches, denominator, old_is_actor) -> (role, metrics)``.
+
+    `role` is donated and comes back in the same shardings. The gradient is that of ``total / denominator`` over all micro-batches, accumulated in
+    float32, then clipped and applied once. With `old_is_actor` the old log-probs are the current ones.
+    """
+
+    def objective(params: Params, rows: Rows, old_is_actor: bool) -> tuple[Float[Array, ""], Objective]:
+        outputs = forward.outputs(params, rows)
+        if old_is_actor:
+            rows = dataclasses.replace(
+                rows, old_logprobs=jax.lax.stop_gradient(jnp.where(rows.loss_mask, outputs.logprobs, 0.0))
+            )
+        result = algorithm.losses(options, outputs, rows)
+        return result.total, result
+
+    @functools.partial(
+        jax.jit,
+        donate_argnums=0,
+        static_argnames="old_is_actor",
+        out_shardings=(role_shardings, replicated(mesh)),
+    )
+    def update(
+        role: RoleState,
+        rows: Rows,
+        num_micro_batches: Int[Array, ""],
+        denominator: Float[Array, ""],
+        old_is_actor: bool,
+    ) -> tuple[RoleState, dict[str, Float[Array, ""]]]:
+        params = forward.cast(role.params)
+        gradient = jax.value_and_grad(functools.partial(objective, old_is_actor=old_is_actor), has_aux=True)
+
+        def body(index: Int[Array, ""], carry: tuple[Any, Objective]) -> tuple[Any, Objective]:
+            total, sums = carry
+            (_, result), grads = gradient(params, _micro_batch(rows, index))
+            total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
+            return total, _accumulate(sums, result)
+
+        shapes = jax.eval_shape(lambda p, r: gradient(p, _micro_batch(r, jnp.int32(0)))[0][1], params, rows)
+        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), role.params)
+        grads, sums = jax.lax.fori_loop(0, num_micro_batches, body, (zeros, empty))
+        grads = jax.tree.map(lambda leaf: leaf / denominator, grads)
+        new_params, opt_state, norm, finite = optimizers.apply(
+            optimizer, grads, role.opt_state, role.params, clip_norm
+        )
+        metrics = {name: value / denominator for name, value in sums.weighted.items()}
+        metrics |= {name: value / jnp.maximum(count, 1.0) for name, (value, count) in sums.counted.items()}
+        metrics |= sums.maxima
+        metrics["policy/grad_norm"] = norm
+        metrics["policy/update_skipped"] = 1.0 - finite.astype(jnp.float32)
+        return RoleState(new_params, opt_state), metrics
+
+    return update
+
+
+def _accumulate(sums: Objective, new: Objective) -> Objective:
+    add = functools.partial(jax.tree.map, jnp.add)
+    return Objective(
+        sums.total + new.total,
+        add(sums.weighted, new.weighted),
+        add(sums.counted, new.counted),
+        jax.tree.map(jnp.maximum, sums.maxima, new.maxima),
+    )
+
+
+def make_logprobs(forward: Forward, mesh: Mesh) -> Callable[..., Float[Array, "M R T"]]:
+    """Builds ``logprobs(params, rows, num_micro_batches) -> [M, R, T]``: log-probs of the rows' trained tokens."""
+
+    @functools.partial(jax.jit, out_shardings=replicated(mesh))
+    def logprobs(params: Params, rows: Rows, num_micro_batches: Int[Array, ""]) -> Float[Array, "M R T"]:
+        params = forward.cast(params)
+
+        def body(index: Int[Array, ""], out: Float[Array, "M R T"]) -> Float[Array, "M R T"]:
+            outputs = forward.outputs(params, _micro_batch(rows, index))
+            return jax.lax.dynamic_update_index_in_dim(out, outputs.logprobs, index, 0)
+
+        return jax.lax.fori_loop(0, num_micro_batches, body, jnp.zeros(rows.tokens.shape, jnp.float32))
+
+    return logprobs
+
+
+def init_role(
+    params: Params, optimizer: optax.GradientTransformation, shardings: Any, mesh: Mesh
+) -> tuple[RoleState, RoleState]:
+    """A trained role with a fresh optimizer state sharded like its parameters, and the tree of all its shardings.
+
+    Args:
+      params: in the training layout; taken over, not copied.
+      shardings: of `params`.
+    """
+    abstract = jax.eval_shape(optimizer.init, params)
+    opt_shardings = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, sharding: sharding,
+        abstract,
+        shardings,
+        transform_non_params=lambda leaf: replicated(mesh),
+    )
+    opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
+    return RoleState(params, opt_state), RoleState(shardings, opt_shardings)

@@ -1,0 +1,96 @@
+"""A layout change gives the same parameters, moves only what is missing, and compiles once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import HybridEngineConfig, MeshConfig
+from jaxrl_llm.hybrid_engine import HybridEngine, received_bytes
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.observability.timing import CompileCounter
+from jaxrl_llm.sharding import GENERATION, TRAINING, make_mesh
+from tests.test_update import CONFIG
+
+UNTIED = dataclasses.replace(CONFIG, tie_embeddings=False)
+
+
+def engine_and_params(shape, *, bucket_bytes=2**20, dtype=jnp.float32, config=UNTIED):
+    data, fsdp, tensor = shape
+    mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
+    decoder = Decoder(config)
+    params = jax.device_put(decoder.init(jax.random.key(0)), TRAINING.shardings(mesh, decoder.logical_axes()))
+    return HybridEngine(decoder, mesh, HybridEngineConfig(bucket_bytes=bucket_bytes), dtype), params
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (1, 4, 2)], ids=str)
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20], ids=["array at a time", "all at once"])
+def test_values_and_shardings(shape, bucket_bytes):
+    """Caught: layers in the wrong order; a bucket flushed before its last array is put."""
+    engine, params = engine_and_params(shape, bucket_bytes=bucket_bytes)
+    moved = engine.to_generation(params)
+    expected = engine.decoder.generation_params(jax.device_get(params))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(moved), jax.device_get(expected))
+    shardings = GENERATION.shardings(engine.mesh, engine.decoder.generation_axes())
+    assert jax.tree.all(jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding, moved, shardings))
+
+
+def test_moved_bytes_are_the_theoretical_minimum():
+    """Caught: counting each array's whole size; counting what a device already holds.
+
+    fsdp 4: a device holds a quarter of every parameter that carries `embed` and receives the rest of it.
+    """
+    engine, params = engine_and_params((1, 4, 1))
+    engine.to_generation(params)
+    axes = engine.decoder.logical_axes()
+    split = sum(
+        leaf.nbytes
+        for leaf, names in zip(
+            jax.tree.leaves(params), jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)), strict=True
+        )
+        if "embed" in names
+    )
+    assert engine.last.moved_bytes == split * 3 // 4 * 4
+
+
+def test_equal_layouts_move_nothing_and_share_buffers():
+    """Caught: a cast or copy of parameters that need none."""
+    engine, params = engine_and_params((1, 1, 1))
+    moved = engine.to_generation(params)
+    assert engine.last.moved_bytes == 0
+    assert moved["embed"]["weight"] is params["embed"]["weight"]
+    assert moved["lm_head"]["weight"] is params["lm_head"]["weight"]
+    layers = sum(leaf.nbytes for leaf in jax.tree.leaves(params["blocks"]))
+    assert engine.last.copied_bytes == layers  # unstacked and fused, each byte once
+
+
+def test_a_cast_halves_what_moves():
+    """Caught: casting after the move."""
+    whole, params = engine_and_params((1, 4, 1))
+    half, _ = engine_and_params((1, 4, 1), dtype=jnp.bfloat16)
+    whole.to_generation(params)
+    cast = half.to_generation(params)
+    assert half.last.moved_bytes * 2 == whole.last.moved_bytes
+    assert {leaf.dtype for leaf in jax.tree.leaves(cast)} == {jnp.dtype(jnp.bfloat16)}
+    assert params["embed"]["weight"].dtype == jnp.float32 and not params["embed"]["weight"].is_deleted()
+
+
+def test_a_repeated_change_compiles_nothing():
+    """Caught: a layer index that is a Python int, which compiles a program a layer."""
+    engine, params = engine_and_params((2, 2, 2))
+    engine.to_generation(params)
+    with CompileCounter() as compiles:
+        engine.to_generation(params)
+    assert compiles.count == 0
+
+
+def test_received_bytes_of_one_array():
+    """Caught: overlap counted per array instead of per device."""
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
+    source = TRAINING.sharding(mesh, ("embed", "mlp"))
+    target = GENERATION.sharding(mesh, ("embed", "mlp"))
+    # Each of the 8 devices holds 1/8 of 64 values and then half of them.
+    assert received_bytes((8, 8), 4, source, target) == 8 * (32 - 8) * 4
+    assert received_bytes((8, 8), 4, source, source) == 0

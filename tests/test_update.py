@@ -1,0 +1,158 @@
+"""One gradient: loss and gradient do not depend on micro-batch split, packing, padding or mesh.
+
+Compared after one SGD step (rate 1, no clipping), since Adam hides or magnifies a difference.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_llm import optimizer, packing, update
+from jaxrl_llm.algorithms import ALGORITHMS
+from jaxrl_llm.algorithms.grpo import GRPOOptions
+from jaxrl_llm.algorithms.interface import Sequences
+from jaxrl_llm.config import MeshConfig, OptimizerConfig
+from jaxrl_llm.models.config import ModelConfig, RopeConfig
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.sharding import TRAINING, batch_shards, make_mesh
+
+CONFIG = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=48,
+    padded_vocab_size=48,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_size=8,
+    max_position=64,
+    norm_eps=1e-5,
+    windows=(None, None),
+    rope=RopeConfig(),
+    tie_embeddings=True,
+)
+OPTIONS = GRPOOptions(kl_coef=0.1, entropy_coef=0.01, loss_aggregation="seq-mean-token-mean")
+SEQUENCES = 12
+
+
+def make_sequences() -> Sequences:
+    generator = np.random.default_rng(0)
+    tokens, masks, parts = [], [], {name: [] for name in ("advantages", "old", "ref", "sampler")}
+    for _ in range(SEQUENCES):
+        prompt, response = generator.integers(1, 6), generator.integers(1, 10)
+        tokens.append(generator.integers(0, CONFIG.vocab_size, prompt + response).astype(np.int32))
+        mask = np.arange(prompt + response) >= prompt
+        masks.append(mask)
+        parts["advantages"].append(np.where(mask, generator.normal(), 0).astype(np.float32))
+        for name in ("old", "ref", "sampler"):
+            parts[name].append(
+                np.where(mask, -3.9 + 0.2 * generator.normal(size=len(mask)), 0).astype(np.float32)
+            )
+    masks[3][:] = False  # a sequence that is left out, such as one without a score
+    return Sequences(
+        tokens,
+        masks,
+        np.arange(SEQUENCES, dtype=np.int32) // 4,
+        advantages=parts["advantages"],
+        old_logprobs=parts["old"],
+        ref_logprobs=parts["ref"],
+        sampler_logprobs=parts["sampler"],
+    )
+
+
+@functools.cache
+def initial_params():
+    return jax.device_get(Decoder(CONFIG).init(jax.random.key(1)))
+
+
+def one_sgd_step(
+    mesh_shape=(1, 1, 1, 1), row_tokens=16, micro_batch_tokens=64, extra_micro_batches=0, options=OPTIONS
+):
+    """Parameters after one step, its loss and the gradient's norm, on a (data, fsdp, tensor, pipeline) mesh."""
+    data, fsdp, tensor, pipeline = mesh_shape
+    config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor, pipeline=pipeline)
+    mesh = make_mesh(config, jax.devices()[: data * fsdp * tensor * pipeline])
+    decoder = Decoder(CONFIG)
+    params = jax.device_put(initial_params(), TRAINING.shardings(mesh, decoder.logical_axes()))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+    sgd = optimizer.make_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0), 1)
+    role, role_shardings = update.init_role(params, sgd, shardings, mesh)
+    forward = update.Forward(decoder, temperature=0.7, dtype=np.float32, remat=remat, chunk_tokens=8)
+    step = update.make_update(forward, ALGORITHMS["grpo"], options, sgd, 0.0, role_shardings, mesh)
+    shape = packing.RowShape.of(row_tokens, micro_batch_tokens, batch_shards(mesh))
+    batch, _ = packing.pack(
+        make_sequences(),
+        shape,
+        aggregation=options.loss_aggregation,
+        max_response_tokens=10,
+        max_micro_batches=packing.micro_batches_for(SEQUENCES, shape) + extra_micro_batches,
+    )
+    role, metrics = step(
+        role,
+        update.put_rows(batch, mesh),
+        np.int32(batch.num_micro_batches),
+        np.float32(batch.denominator),
+        old_is_actor=False,
+    )
+    return jax.device_get(role.params), {name: float(value) for name, value in metrics.items()}
+
+
+@functools.cache
+def reference_step():
+    # One sequence a row, all rows in one micro-batch: nothing is split or packed.
+    return one_sgd_step(row_tokens=16, micro_batch_tokens=16 * SEQUENCES)
+
+
+def assert_same_step(params, metrics):
+    expected_params, expected = reference_step()
+    difference = jax.tree.map(lambda a, b: np.sum(np.square(a - b)), params, expected_params)
+    relative = np.sqrt(sum(jax.tree.leaves(difference))) / expected["policy/grad_norm"]
+    assert relative < 1e-5  # float32 sums in another order; measured 1e-7 to 1e-6
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        dict(row_tokens=16, micro_batch_tokens=16),  # a row at a time
+        dict(row_tokens=40, micro_batch_tokens=40),  # several sequences in a row, a row at a time
+        dict(row_tokens=23, micro_batch_tokens=69, extra_micro_batches=3),  # odd width, empty micro-batches
+    ],
+    ids=["micro-batches", "packed", "padded"],
+)
+def test_split_and_packing_do_not_change_the_update(split):
+    """Caught: weights normalised per micro-batch; positions that run on over a row; a mask that lets
+    one packed sequence see another; a loop that also runs over the empty micro-batches' stale count."""
+    assert_same_step(*one_sgd_step(**split))
+
+
+@pytest.mark.parametrize("mesh_shape", [(2, 2, 2, 1), (8, 1, 1, 1), (1, 4, 2, 1)], ids=str)
+def test_mesh_does_not_change_the_update(mesh_shape):
+    """Caught: a denominator that counts one device's rows."""
+    assert_same_step(*one_sgd_step(mesh_shape, micro_batch_tokens=32))
+
+
+def test_remat_does_not_change_the_update():
+    """Caught: a checkpointed block that reads another layer's window."""
+    assert_same_step(*one_sgd_step(remat="full"))
+
+
+def test_the_step_moves_the_parameters():
+    """Without this the equalities above would hold for an update that does nothing."""
+    params, metrics = reference_step()
+    assert metrics["policy/update_skipped"] == 0
+    assert metrics["policy/grad_norm"] > 1e-2
+    moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), params, initial_params())
+    assert min(jax.tree.leaves(moved)) > 0
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    """Caught: clipping by a NaN norm, which writes NaN into every parameter."""
+    params, metrics = one_sgd_step(options=dataclasses.replace(OPTIONS, kl_coef=float("inf")))
+    assert metrics["policy/update_skipped"] == 1
+    jax.tree.map(np.testing.assert_array_equal, params, initial_params())
