@@ -35,14 +35,12 @@ def row_attention(
     keys, values = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
     index = jnp.arange(num_tokens)
 
-    def take(values: Int[Array, "R T"], rows: Int[Array, "t"]) -> Int[Array, "R t"]:
+    def take(values: Int[Array, "R T"], rows: Int[Array, t]) -> Int[Array, "R t"]:
         return jnp.take(values, rows, axis=1, mode="clip")  # queries that only pad the last chunk: cut off later
 
     def attend(chunk: Float[Array, "R K G t h"], start: Int[Array, ""] | int) -> Float[Array, "R K G t h"]:
         rows = start + jnp.arange(chunk.shape[3])
-        visible = _visible(
-            take(positions, rows), positions, take(segment_ids, rows), segment_ids, window
-        )
+        visible = _visible(take(positions, rows), positions, take(segment_ids, rows), segment_ids, window)
         visible &= index[None, None, :] <= rows[None, :, None]
         visible |= (index[None, :] == rows[:, None])[None]
         scores = jnp.einsum("rkgth,rksh->rkgts", chunk, keys, preferred_element_type=jnp.float32) * scale

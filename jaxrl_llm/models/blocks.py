@@ -22,9 +22,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.platform import compiles_for_cpu
 from jaxrl_llm.models.rope import rotate
 
-Attend = Callable[
-    [Float[Array, "N H h"], Float[Array, "N K h"], Float[Array, "N K h"]], Float[Array, "N H h"]
-]
+Attend = Callable[[Float[Array, "N H h"], Float[Array, "N K h"], Float[Array, "N K h"]], Float[Array, "N H h"]]
 RopeTables = tuple[Float[Array, "N h"], Float[Array, "N h"]]
 
 

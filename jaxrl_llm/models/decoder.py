@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxrl_kernels.token_logprobs.api import token_logprobs
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_kernels.token_logprobs.api import token_logprobs
 from jaxrl_llm.models import arrangement
 from jaxrl_llm.models.attention import NO_WINDOW, row_attention
 from jaxrl_llm.models.blocks import Block, RMSNorm
@@ -34,9 +34,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.rope import rope_tables
 from jaxrl_llm.types import Params, TokenOutputs
 
-Attend = Callable[
-    [int, Float[Array, "*n H h"], Float[Array, "*n K h"], Float[Array, "*n K h"]], Float[Array, "*n H h"]
-]
+Attend = Callable[[int, Float[Array, "*n H h"], Float[Array, "*n K h"], Float[Array, "*n K h"]], Float[Array, "*n H h"]]
 """``attend(layer, q, k, v)``: the attention of generation, with its cache. q and k are rotated, q is not scaled."""
 
 DEFAULT_CHUNK_TOKENS = 1024

@@ -64,11 +64,7 @@ def yarn_correction_range(rope: RopeConfig, head_size: int) -> tuple[float, floa
     interpolating it."""
 
     def dimension(rotations: float) -> float:
-        return (
-            head_size
-            * math.log(rope.original_max_position / (rotations * 2 * math.pi))
-            / (2 * math.log(rope.theta))
-        )
+        return head_size * math.log(rope.original_max_position / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
@@ -97,7 +93,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def rope_tables(
-    rope: RopeConfig, head_size: int, positions: Int[Array, "N"]
+    rope: RopeConfig, head_size: int, positions: Int[Array, N]
 ) -> tuple[Float[Array, "N h"], Float[Array, "N h"]]:
     """cos and sin of every position, each half of the head the same; float32."""
     frequencies, factor = rope_frequencies(rope, head_size)
@@ -106,9 +102,7 @@ def rope_tables(
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(
-    x: Float[Array, "N H h"], tables: tuple[Float[Array, "N h"], Float[Array, "N h"]]
-) -> Float[Array, "N H h"]:
+def rotate(x: Float[Array, "N H h"], tables: tuple[Float[Array, "N h"], Float[Array, "N h"]]) -> Float[Array, "N H h"]:
     """Rotates every head by its token's angles, in float32; returns the dtype of ``x``."""
     cos, sin = (table[:, None, :] for table in tables)
     value = x.astype(jnp.float32)

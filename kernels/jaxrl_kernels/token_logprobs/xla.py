@@ -38,9 +38,7 @@ def _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens
             logprob = jnp.where(hits, logits, 0.0).sum(-1) - log_total
             counted = chunk["mask"].reshape(-1)
             kept = (logprob, log_total - mean_logit)
-            logprob, entropy = (
-                jnp.where(counted, value, 0.0).reshape(chunk["mask"].shape) for value in kept
-            )
+            logprob, entropy = (jnp.where(counted, value, 0.0).reshape(chunk["mask"].shape) for value in kept)
             return logprob, entropy
 
         nothing = jnp.zeros(chunk["mask"].shape, jnp.float32)

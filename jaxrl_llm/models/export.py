@@ -1,0 +1,155 @@
+"""Writes a model as a Hugging Face folder that ``transformers`` and :func:`load_model` read back.
+
+The folder appears whole or not at all: it is written beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from jax.experimental import multihost_utils
+from jax.typing import DTypeLike
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.registry import FAMILIES
+from jaxrl_llm.models.safetensors_folder import INDEX
+from jaxrl_llm.models.tensors import TensorRule, sizes_of
+from jaxrl_llm.types import Params
+
+MAX_FILE_BYTES = 5 * 10**9
+
+
+def export_model(
+    folder: str | Path,
+    decoder: Decoder,
+    params: Params,
+    tokenizer: Any,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    overwrite: bool = False,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes weights, ``config.json``, ``generation_config.json``, and the tokenizer with its chat template.
+
+    Rows that only pad the vocabulary are left out; those beyond the tokenizer are the model's and stay. Every
+    process must call this (parameters split over processes are gathered, one at a time); process 0 writes.
+
+    Args:
+      params: in the training arrangement, on any mesh.
+      tokenizer: a transformers tokenizer; None writes none.
+      dtype: of the file.
+      max_file_bytes: weights beyond it go into several files with an index.
+
+    Raises:
+      UserError: the folder has something in it and ``overwrite`` is False.
+    """
+    target = Path(folder).expanduser()
+    if target.exists() and not overwrite and (target.is_file() or any(target.iterdir())):
+        raise UserError(
+            f"The export folder {str(target)!r} is not empty. Give another one, or ask for it to be overwritten."
+        )
+    temporary = target.with_name(target.name + ".incomplete")
+    writes = jax.process_index() == 0
+    if writes:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    _write_weights(temporary, decoder, params, jnp.dtype(dtype), max_file_bytes, writes)
+    if writes:
+        _write_configs(temporary, decoder, jnp.dtype(dtype))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(temporary)
+        _replace(temporary, target)
+
+
+def _write_configs(folder: Path, decoder: Decoder, dtype: np.dtype) -> None:
+    hf = FAMILIES[decoder.config.architecture].to_hf(decoder.config)
+    ids = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
+    files = {"config.json": {**hf, "torch_dtype": dtype.name}, "generation_config.json": ids}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write_weights(
+    folder: Path, decoder: Decoder, params: Params, dtype: np.dtype, max_file_bytes: int, writes: bool
+) -> None:
+    files = _plan(decoder, dtype, max_file_bytes)
+    names = [
+        "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        for number in range(1, len(files) + 1)
+    ]
+    for name, entries in zip(names, files, strict=True):
+        content = {}
+        for rule, layer in entries:
+            value = _gather(_parameter(decoder, params, rule, layer).astype(dtype))
+            if writes:
+                rows = decoder.config.vocab_size if rule.dimensions[0] == "V" else None
+                content[rule.name(layer)] = rule.to_file(value[:rows])
+        if writes:
+            safetensors.numpy.save_file(content, folder / name, metadata={"format": "pt"})
+    if writes and len(files) > 1:
+        weight_map = {
+            rule.name(layer): name for name, entries in zip(names, files, strict=True) for rule, layer in entries
+        }
+        total = sum(_file_bytes(decoder, rule, dtype) for entries in files for rule, _ in entries)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _plan(decoder: Decoder, dtype: np.dtype, max_file_bytes: int) -> list[list[tuple[TensorRule, int | None]]]:
+    """Which tensors go into which file, in order."""
+    files: list[list[tuple[TensorRule, int | None]]] = [[]]
+    filled = 0
+    for rule, layer in _entries(decoder):
+        size = _file_bytes(decoder, rule, dtype)
+        if files[-1] and filled + size > max_file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append((rule, layer))
+        filled += size
+    return files
+
+
+def _entries(decoder: Decoder) -> Iterator[tuple[TensorRule, int | None]]:
+    for rule in FAMILIES[decoder.config.architecture].rules(decoder.config):
+        for layer in range(decoder.config.num_layers) if rule.per_layer else (None,):
+            yield rule, layer
+
+
+def _file_bytes(decoder: Decoder, rule: TensorRule, dtype: np.dtype) -> int:
+    return int(np.prod(rule.file_shape(sizes_of(decoder.config)))) * dtype.itemsize
+
+
+def _parameter(decoder: Decoder, params: Params, rule: TensorRule, layer: int | None) -> jax.Array:
+    node: Any = params
+    if layer is not None:
+        run = next(name for name, layers in decoder.runs.items() if layer in layers)
+        node = params["blocks"][run]
+    for name in rule.path.split("/"):
+        node = node[name]
+    return node if layer is None else node[layer - decoder.runs[run].start]
+
+
+def _gather(value: jax.Array) -> np.ndarray:
+    """The whole array on this host, also where other processes hold parts of it."""
+    if value.is_fully_addressable:
+        return np.asarray(value)
+    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+
+
+def _replace(temporary: Path, target: Path) -> None:
+    """Puts a finished folder in its place; what stood there is removed only afterwards."""
+    old = target.with_name(target.name + ".replaced")
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    temporary.rename(target)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,214 @@
+"""Loads a model: its config, then parameter by parameter exactly the slices that this process's devices need.
+
+Import rule: every tensor of the file is used or named in an error, every parameter is filled or named in one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.families.family import token_ids
+from jaxrl_llm.models.gguf_file import GgufTensors, gguf_hf_config
+from jaxrl_llm.models.locate import resolve_path
+from jaxrl_llm.models.registry import FAMILIES, config_from_hf
+from jaxrl_llm.models.safetensors_folder import SafetensorsFolder
+from jaxrl_llm.models.tensors import Index, TensorRule, sizes_of
+from jaxrl_llm.sharding import Layout
+from jaxrl_llm.types import Params
+
+__all__ = ["init_model", "load_config", "load_model", "resolve_path"]
+
+
+class Tensors(Protocol):
+    """Named tensors on disk."""
+
+    source: str
+
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, index: Index) -> np.ndarray: ...
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """The config of the model at ``path`` (see :func:`resolve_path`); reads no weights.
+
+    End-of-sequence ids are those of ``config.json`` and of ``generation_config.json`` together.
+
+    Raises:
+      UserError: no such model, not one that is supported, or a damaged config.
+    """
+    local = resolve_path(path)
+    if local.suffix == ".gguf":
+        return config_from_hf(gguf_hf_config(local), str(local))
+    hf = _read_json(local / "config.json")
+    generation = local / "generation_config.json"
+    if generation.exists():
+        eos = (*token_ids(hf.get("eos_token_id")), *token_ids(_read_json(generation).get("eos_token_id")))
+        hf = {**hf, **({"eos_token_id": list(dict.fromkeys(eos))} if eos else {})}
+    return config_from_hf(hf, str(local))
+
+
+def load_model(
+    path: str | Path,
+    *,
+    mesh: Mesh | None = None,
+    layout: Layout | None = None,
+    dtype: DTypeLike = jnp.float32,
+    vocab_multiple: int = 1,
+) -> tuple[Decoder, Params]:
+    """The model at ``path`` and its parameters in the training arrangement.
+
+    Args:
+      mesh, layout: where the parameters go; without a mesh, to the default device. Each device's slice is read
+        from the file; the host holds one parameter at a time.
+      vocab_multiple: the vocabulary's arrays are padded to a multiple of this, so that a mesh can split them.
+
+    Raises:
+      UserError: as :func:`load_config`; or tensors that are missing, left over or of another shape.
+    """
+    local = resolve_path(path)
+    config = load_config(local).with_vocab_multiple(vocab_multiple)
+    tensors: Tensors = GgufTensors(local) if local.suffix == ".gguf" else SafetensorsFolder(local)
+    decoder = Decoder(config)
+    rules = FAMILIES[config.architecture].rules(config)
+    _check(tensors, rules, config)
+    shardings = _shardings(decoder, mesh, layout)
+    rule_of = {rule.path: rule for rule in rules}
+
+    def load(key_path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: NamedSharding | None) -> Array:
+        names = [entry.key for entry in key_path]
+        layers = None
+        if names[0] == "blocks":
+            layers, names = decoder.runs[names[1]], names[2:]
+        return _load(rule_of["/".join(names)], tensors, config, layers, leaf.shape, jnp.dtype(dtype), sharding)
+
+    return decoder, jax.tree.map_with_path(load, decoder.abstract_params(), shardings)
+
+
+def init_model(
+    hf_config: Mapping[str, Any],
+    key: Array,
+    *,
+    mesh: Mesh | None = None,
+    layout: Layout | None = None,
+    vocab_multiple: int = 1,
+) -> tuple[Decoder, Params]:
+    """A model from scratch, from a dict with the keys of a Hugging Face ``config.json``; float32, the same on any mesh."""
+    config = config_from_hf(hf_config, "model.architecture").with_vocab_multiple(vocab_multiple)
+    decoder = Decoder(config)
+    shardings = None if mesh is None else _shardings(decoder, mesh, layout)
+    return decoder, jax.jit(decoder.init, out_shardings=shardings)(key)
+
+
+def _shardings(decoder: Decoder, mesh: Mesh | None, layout: Layout | None) -> Any:
+    """A tree of NamedSharding, or of None without a mesh."""
+    axes = decoder.logical_axes()
+    if (mesh is None) != (layout is None):
+        raise ValueError("mesh and layout go together: give both or none")
+    if mesh is None or layout is None:
+        return jax.tree.map(lambda _: None, axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    return layout.shardings(mesh, axes)
+
+
+def _load(
+    rule: TensorRule,
+    tensors: Tensors,
+    config: ModelConfig,
+    layers: range | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    sharding: NamedSharding | None,
+) -> Array:
+    """One parameter (of all layers of a run), read slice by slice."""
+    sizes = sizes_of(config)
+    seen: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas share one read
+
+    def read(index: Index) -> np.ndarray:
+        bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+        if bounds not in seen:
+            value = np.zeros([stop - start for start, stop in bounds], dtype)
+            if layers is None:
+                _fill(value, None, bounds)
+            else:
+                for row, layer in zip(value, layers[bounds[0][0] : bounds[0][1]], strict=True):
+                    _fill(row, layer, bounds[1:])
+            seen[bounds] = value
+        return seen[bounds]
+
+    def _fill(target: np.ndarray, layer: int | None, bounds: tuple[tuple[int, int], ...]) -> None:
+        limits = [sizes[name] for name in rule.dimensions]  # the vocabulary's may lie below the array's: padding
+        inside = [(min(start, limit), min(stop, limit)) for (start, stop), limit in zip(bounds, limits, strict=True)]
+        part = rule.read(tensors.read, layer, tuple(slice(*bound) for bound in inside), sizes)
+        target[tuple(slice(0, size) for size in part.shape)] = part
+
+    if sharding is None:
+        return jnp.asarray(read((slice(None),) * len(shape)))
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
+def _check(tensors: Tensors, rules: tuple[TensorRule, ...], config: ModelConfig) -> None:
+    """Raises UserError unless the file holds exactly the tensors of the rules, in their shapes."""
+    sizes, shapes = sizes_of(config), tensors.shapes()
+    expected = {
+        rule.name(layer): rule.file_shape(sizes)
+        for rule in rules
+        for layer in (range(config.num_layers) if rule.per_layer else (None,))
+    }
+    missing = sorted(expected.keys() - shapes.keys())
+    unused = sorted(name for name in shapes.keys() - expected.keys() if not _redundant(name, tensors, config))
+    wrong = sorted(
+        f"{name} {shapes[name]} instead of {expected[name]}"
+        for name in expected.keys() & shapes.keys()
+        if shapes[name] != expected[name]
+    )
+    problems = {"missing tensors": missing, "tensors this architecture does not use": unused, "wrong shapes": wrong}
+    listed = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+    if listed:
+        raise UserError(
+            f"The weights in {tensors.source} do not fit its config ({config.architecture}, {config.num_layers} layers): "
+            f"{listed}. Check that config.json belongs to these weights and that the files are complete."
+        )
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _redundant(name: str, tensors: Tensors, config: ModelConfig) -> bool:
+    """Is this tensor one that only repeats what the model has? Rotary frequencies follow from the config (old files
+    keep them); an output matrix of a model that ties it must equal the embedding."""
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    if name != "lm_head.weight" or not config.tie_embeddings:
+        return False
+    embedding = "model.embed_tokens.weight"
+    if tensors.shapes().get(embedding) != tensors.shapes()[name]:
+        return False
+    blocks = (slice(start, min(start + 4096, config.vocab_size)) for start in range(0, config.vocab_size, 4096))
+    everything = slice(0, config.hidden_size)
+    return all(
+        np.array_equal(tensors.read(name, (rows, everything)), tensors.read(embedding, (rows, everything)))
+        for rows in blocks
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise UserError(f"{path} does not exist. Give a model folder in Hugging Face's format.") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not valid JSON ({error}). Fetch it again.") from error

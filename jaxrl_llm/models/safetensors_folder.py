@@ -1,0 +1,53 @@
+"""The tensors of a Hugging Face folder: one ``.safetensors`` file or several with an index, read slice by slice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import safetensors
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.tensors import Index
+
+INDEX = "model.safetensors.index.json"
+
+
+class SafetensorsFolder:
+    """Named tensors of a folder. Files are memory-mapped: reading a slice touches only its pages."""
+
+    def __init__(self, folder: Path):
+        self.source = str(folder)
+        self._file_of: dict[str, safetensors.safe_open] = {}
+        for file in _files(folder):
+            if not file.exists():
+                raise UserError(
+                    f"{folder / INDEX} names {file.name}, which is not in the folder. The model's download or copy is "
+                    "incomplete: fetch the missing file."
+                )
+            try:
+                handle = safetensors.safe_open(file, "numpy")
+            except safetensors.SafetensorError as error:
+                raise UserError(f"{file} is not a valid safetensors file ({error}). Fetch it again.") from error
+            self._file_of.update(dict.fromkeys(handle.keys(), handle))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        return self._file_of[name].get_slice(name)[index]
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX
+    if index.exists():
+        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+    single = folder / "model.safetensors"
+    files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(
+            f"{folder} has no .safetensors file. Other weight formats are not read: convert the model with "
+            "transformers (save_pretrained writes safetensors)."
+        )
+    return files
