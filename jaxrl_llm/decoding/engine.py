@@ -1,0 +1,317 @@
+"""The decoder of rollouts: requests in, completions out, by continuous batching over a paged KV cache.
+
+Each replica (an index of the mesh's data, pipeline and fsdp axes) has its own slots and its own pool of pages.
+The programs run under ``jax.shard_map`` over those axes, so page ids are local to a replica and no collective
+touches the cache; the tensor axis is left to XLA. One round of the loop in :meth:`Engine.generate`:
+schedule -> prefill -> copy pages -> decode -> receive, with one transfer to the device per program and one back.
+
+Prefill caches all but the last token of a prompt; that one is the first input of decode, so every sampled token
+comes from the same program and prefill makes no logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxrl_llm.config import RolloutConfig
+from jaxrl_llm.decoding import buckets, rows
+from jaxrl_llm.decoding.intake import Intake
+from jaxrl_llm.decoding.pages import pages_for
+from jaxrl_llm.decoding.programs import Programs
+from jaxrl_llm.decoding.request import Request
+from jaxrl_llm.decoding.scheduler import Plan, Sample, Scheduler
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.sharding import REPLICA_AXES, replica_count
+from jaxrl_llm.types import Completion, Params
+
+Progress = Callable[[int, int], None]
+"""Called after every dispatch with the number of finished samples and of all."""
+
+
+@dataclasses.dataclass
+class EngineStats:
+    """Counts of one :meth:`Engine.generate` call.
+
+    Attributes:
+      tokens: tokens in the completions. ``prefill_tokens`` were computed without being sampled.
+      dispatches: decode programs run.
+      preemptions: samples that lost their pages and were computed again.
+      compiles: programs met for the first time; 0 after :meth:`Engine.warmup`.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    prefill_tokens: int = 0
+    dispatches: int = 0
+    preemptions: int = 0
+    compiles: int = 0
+
+
+class Engine:
+    """Generates completions with one decoder on one mesh.
+
+    Parameters are given to each call, in the generation arrangement and layout (``Decoder.generation_params``,
+    ``sharding.GENERATION``). Nothing cached survives a call, so new weights never meet old keys; the pool's
+    memory does, until :meth:`release`.
+
+    Args:
+      tokenizer: a Hugging Face tokenizer. Without one, completions have no text, stop strings are refused and
+        every id of the vocabulary can be sampled.
+      context: most tokens of prompt and response together; None is the model's. A smaller one saves pages and
+        programs to compile.
+
+    Raises:
+      UserError: options that don't fit the model or the mesh.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        mesh: Mesh,
+        rollout: RolloutConfig,
+        tokenizer: Any = None,
+        *,
+        context: int | None = None,
+    ):
+        self.decoder = decoder
+        self.mesh = mesh
+        self.rollout = rollout
+        self.intake = Intake(decoder.config, tokenizer, context)
+        self.context = self.intake.context
+        self.stats = EngineStats()
+        self.num_replicas = replica_count(mesh)
+        self.num_pages = _checked_num_pages(rollout, self.context)
+        _check_tensor_axis(decoder, mesh)
+        self._buckets = buckets.Buckets.of(rollout, self.context)
+        self._seen: set[tuple[Any, ...]] = set()
+        self._pools: list[Any] | None = None
+        self._build(
+            Programs(decoder, self.intake.num_tokens, rollout.tokens_per_dispatch, attention=rollout.attention)
+        )
+
+    def _build(self, programs: Programs) -> None:
+        """The jitted programs over all replicas, and the shardings of their inputs and outputs."""
+        replicas = PartitionSpec(REPLICA_AXES)
+        # Manual over the replicas; `tensor` too where it has one index, as XLA then partitions nothing.
+        manual = set(self.mesh.axis_names) if self.mesh.shape["tensor"] == 1 else set(REPLICA_AXES)
+        self._rows_sharding = NamedSharding(self.mesh, replicas)
+        self._pool_sharding = NamedSharding(self.mesh, PartitionSpec(REPLICA_AXES, None, "tensor"))
+        pools = [(self._pool_sharding, self._pool_sharding)] * self.decoder.config.num_layers
+        whole = NamedSharding(self.mesh, PartitionSpec())
+
+        def over_replicas(function, in_specs, out_specs):
+            return jax.shard_map(
+                function,
+                mesh=self.mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names=manual,
+                check_vma=False,
+            )
+
+        one, each = PartitionSpec(), replicas
+        self._decode_program = jax.jit(
+            over_replicas(programs.decode, (one, each, each), (each, each)),
+            donate_argnums=1,
+            out_shardings=(pools, whole),  # tokens go to every process: all schedule alike
+        )
+        self._prefill_program = jax.jit(
+            over_replicas(programs.prefill, (one, each, each), each), donate_argnums=1, out_shardings=pools
+        )
+        self._copy_program = jax.jit(
+            over_replicas(programs.copy_pages, (each, each), each), donate_argnums=0, out_shardings=pools
+        )
+        self._pool_program = jax.jit(self._zero_pools, static_argnums=0, out_shardings=pools)
+
+    # -- The life of the cache -----------------------------------------------------------------------------
+
+    def _zero_pools(self, dtype):
+        config = self.decoder.config
+        pages = self.num_replicas * self.num_pages
+        shape = (pages, self.rollout.page_size, config.num_kv_heads, config.head_size)
+        return [(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)) for _ in range(config.num_layers)]
+
+    def _ensure_pools(self, gen_params: Params) -> None:
+        dtype = gen_params["embed"]["weight"].dtype
+        if self._pools is not None:
+            first = self._pools[0][0]
+            # An interrupted call may have given its pools to a program that never returned.
+            if first.is_deleted() or first.dtype != dtype:
+                self._pools = None
+        if self._pools is None:
+            self._pools = self._pool_program(dtype)
+
+    def release(self) -> None:
+        """Frees the KV pools; the next call allocates them again."""
+        for pool in jax.tree.leaves(self._pools):
+            if not pool.is_deleted():
+                pool.delete()
+        self._pools = None
+
+    close = release
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of the KV pools per replica (over all its tensor devices) for float32; half that for bfloat16."""
+        config = self.decoder.config
+        entries = self.num_pages * self.rollout.page_size * config.num_kv_heads * config.head_size
+        return 2 * 4 * entries * config.num_layers
+
+    # -- Generation ----------------------------------------------------------------------------------------
+
+    def generate(
+        self, gen_params: Params, requests: Sequence[Request], *, progress: Progress | None = None
+    ) -> list[list[Completion]]:
+        """Completions by request and sample, in the order asked for.
+
+        Args:
+          gen_params: the weights of this call, in the generation arrangement and layout.
+
+        Raises:
+          UserError: a request that can't be served; raised before anything runs.
+          FloatingPointError: the model gave a log-probability that is not a number.
+        """
+        start = time.perf_counter()
+        samples = [self.intake.samples(index, request) for index, request in enumerate(requests)]
+        scheduler = Scheduler(
+            num_replicas=self.num_replicas,
+            num_slots=self.rollout.num_slots,
+            num_pages=self.num_pages,
+            page_size=self.rollout.page_size,
+            tokens_per_dispatch=self.rollout.tokens_per_dispatch,
+        )
+        for group in samples:
+            if group:
+                scheduler.add(group)
+        stats = self.stats = EngineStats()
+        self._ensure_pools(gen_params)
+        total = scheduler.num_unfinished
+        while scheduler.num_unfinished:
+            plan = scheduler.schedule()
+            for replica_samples in plan.running:
+                for sample in replica_samples:
+                    sample.started_s = time.perf_counter() if sample.started_s < 0 else sample.started_s
+            self._prefill(gen_params, plan)
+            self._copy_pages(plan)
+            self._decode(gen_params, plan.running)
+            for replica in range(self.num_replicas):
+                for sample in scheduler.finish(replica):
+                    sample.finished_s = time.perf_counter()
+                    stats.tokens += len(sample.tokens)
+            if progress is not None:
+                progress(total - scheduler.num_unfinished, total)
+        completions = [[self.intake.completion(sample) for sample in group] for group in samples]
+        stats.preemptions = scheduler.num_preemptions
+        stats.seconds = time.perf_counter() - start
+        return completions
+
+    def _prefill(self, gen_params: Params, plan: Plan) -> None:
+        batches = [rows.bins_of(prompts, self.rollout.prefill_tokens) for prompts in plan.prefills]
+        for turn in range(max(len(batch) for batch in batches)):
+            prompts = [batch[turn] if turn < len(batch) else [] for batch in batches]
+            counts = [sum(len(prompt.tokens) for prompt in row) for row in prompts]
+            self.stats.prefill_tokens += sum(counts)
+            self._run_prefill(gen_params, prompts, self._buckets.prefill(max(counts)))
+
+    def _run_prefill(self, gen_params, prompts, num_tokens: int) -> None:
+        self._met("prefill", num_tokens)
+        packed = [rows.pack_prefill(row, num_tokens, self.rollout.page_size, self.num_pages) for row in prompts]
+        self._pools = self._prefill_program(gen_params, self._pools, self._put(np.stack(packed)))
+
+    def _copy_pages(self, plan: Plan) -> None:
+        if any(plan.copies):
+            self._run_copy(plan.copies)
+
+    def _run_copy(self, copies: Sequence[Sequence[tuple[int, int]]]) -> None:
+        self._met("copy")
+        pairs = np.zeros((self.num_replicas, self.rollout.num_slots, 2), np.int32)  # a slot starts once a round
+        pairs[:, :, 1] = self.num_pages + np.arange(self.rollout.num_slots)[None, :]  # dropped
+        for replica, of_replica in enumerate(copies):
+            pairs[replica, : len(of_replica)] = np.asarray(of_replica, np.int32).reshape(-1, 2)
+        self._pools = self._copy_program(self._pools, self._put(pairs))
+
+    def _decode(self, gen_params: Params, running: Sequence[Sequence[Sample]]) -> None:
+        """One decode dispatch; the samples receive its tokens."""
+        num_rows = self._buckets.decode_rows(max(len(samples) for samples in running))
+        most_pages = max(len(sample.pages) for samples in running for sample in samples)
+        num_columns = self._buckets.table_columns(most_pages)
+        count, tokens, logprobs = self._run_decode(gen_params, running, num_rows, num_columns)
+        self.stats.dispatches += 1
+        for replica, samples in enumerate(running):
+            for row, sample in enumerate(samples, start=replica * num_rows):
+                made = count[row]
+                if not np.isfinite(logprobs[row, :made]).all():
+                    raise FloatingPointError(
+                        f"Request {sample.request}, sample {sample.index}: the model gave a log-probability that is "
+                        "not a number. Its weights have probably diverged: look at the learning rate and the "
+                        "gradient norm of the last steps, and resume from an earlier checkpoint."
+                    )
+                sample.receive(tokens[row, :made].tolist(), logprobs[row, :made].tolist())
+
+    def _run_decode(self, gen_params, running, num_rows: int, num_columns: int):
+        self._met("decode", num_rows, num_columns)
+        packed = [rows.pack_decode(samples, num_rows, num_columns) for samples in running]
+        self._pools, output = self._decode_program(gen_params, self._pools, self._put(np.concatenate(packed)))
+        return rows.unpack_tokens(np.asarray(output))
+
+    def _put(self, array: np.ndarray) -> jax.Array:
+        """To the devices, first dimension over replicas. Every process holds the same array and gives its part."""
+        return jax.make_array_from_callback(array.shape, self._rows_sharding, lambda index: array[index])
+
+    def _met(self, *program: Any) -> None:
+        if program not in self._seen:
+            self._seen.add(program)
+            self.stats.compiles += 1
+
+    # -- Compilation ---------------------------------------------------------------------------------------
+
+    def warmup(self, gen_params: Params) -> int:
+        """Compiles every program that any request can need, by running each on no samples; returns how many."""
+        self.stats = EngineStats()
+        self._ensure_pools(gen_params)
+        nobody: list[list[Any]] = [[] for _ in range(self.num_replicas)]
+        for num_tokens in self._buckets.prefill_tokens:
+            self._run_prefill(gen_params, nobody, num_tokens)
+        self._run_copy(nobody)
+        for num_rows in self._buckets.rows:
+            for num_columns in self._buckets.columns:
+                self._run_decode(gen_params, nobody, num_rows, num_columns)
+        return self.stats.compiles
+
+    def decode_text(self, gen_params: Params) -> str:
+        """The largest decode program as compiled, for a look at its copies and collectives."""
+        self._ensure_pools(gen_params)
+        num_rows, num_columns = self._buckets.rows[-1], self._buckets.columns[-1]
+        packed = np.zeros((self.num_replicas * num_rows, rows.decode_width(num_columns)), np.int32)
+        return self._decode_program.lower(gen_params, self._pools, self._put(packed)).compile().as_text()
+
+
+def _checked_num_pages(rollout: RolloutConfig, context: int) -> int:
+    """Pages per replica. By default every slot can reach full length, and one more prompt can be kept beside."""
+    longest = pages_for(context, rollout.page_size)
+    if rollout.num_pages == 0:
+        return (rollout.num_slots + 1) * longest
+    if rollout.num_pages < longest + 1:
+        raise UserError(
+            f"rollout.num_pages is {rollout.num_pages}, but one sequence of {context} tokens needs {longest} pages of "
+            f"{rollout.page_size} tokens and one to copy. Use at least {longest + 1}, or 0 for enough of all slots."
+        )
+    return rollout.num_pages
+
+
+def _check_tensor_axis(decoder: Decoder, mesh: Mesh) -> None:
+    tensor = mesh.shape["tensor"]
+    if decoder.config.num_kv_heads % tensor:
+        raise UserError(
+            f"mesh.tensor is {tensor}, which does not divide the model's {decoder.config.num_kv_heads} key/value "
+            "heads, over which the cache is split. Use a divisor of that number."
+        )

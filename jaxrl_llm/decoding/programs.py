@@ -1,0 +1,151 @@
+"""What runs on the device: prefill, page copies and decode of one replica, each a plain function to be jitted.
+
+The KV cache is a list over layers of (keys, values), each one pool ``[P, S, K, h]``. Never stacked: XLA would
+copy a layer out of a stack before each use. Pools are donated by the engine, so every write is in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxrl_kernels.paged_attention.api import paged_attention
+from jaxrl_llm.decoding import rows
+from jaxrl_llm.decoding.prefill_attention import prefill_attention
+from jaxrl_llm.decoding.sampling import sample_tokens
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.types import Params
+
+Pool = tuple[Float[Array, "P S K h"], Float[Array, "P S K h"]]
+"""Keys and values of one layer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Programs:
+    """The device programs of one decoder.
+
+    Attributes:
+      num_tokens: ids at or above it are never sampled.
+      tokens_per_dispatch: most tokens a decode dispatch makes per row.
+      attention: implementation of paged attention.
+    """
+
+    decoder: Decoder
+    num_tokens: int
+    tokens_per_dispatch: int
+    attention: str
+
+    def prefill(self, gen_params: Params, pools: list[Pool], packed: Int[Array, "1 5 T"]) -> list[Pool]:
+        """Writes keys and values of the prompts in ``packed`` (see `rows.PrefillRow`). No logits are made."""
+        config = self.decoder.config
+        row = rows.unpack_prefill(packed[0])
+        pools = list(pools)
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            pools[layer] = _write(pools[layer], k, v, row.page, row.offset)
+            return prefill_attention(q, k, v, row.first, scale=config.scale, window=config.windows[layer])
+
+        self.decoder.generation_hidden(gen_params, row.token, row.position, attend)
+        return pools
+
+    def copy_pages(self, pools: list[Pool], pairs: Int[Array, "1 n 2"]) -> list[Pool]:
+        """Copies page ``pairs[0, i, 0]`` to page ``pairs[0, i, 1]``; destinations beyond the pool are dropped."""
+        source, destination = pairs[0, :, 0], pairs[0, :, 1]
+
+        def copy(pool: Array) -> Array:
+            pages = pool.at[source].get(mode="promise_in_bounds")
+            return pool.at[destination].set(pages, mode="drop", unique_indices=True)
+
+        return jax.tree.map(copy, pools)
+
+    def decode(
+        self, gen_params: Params, pools: list[Pool], packed: Int[Array, "B W"]
+    ) -> tuple[list[Pool], Int[Array, "B w"]]:
+        """Up to ``tokens_per_dispatch`` tokens for each active row of ``packed`` (see `rows.DecodeRows`).
+
+        A row stops at a stop id or its token limit; the loop ends when all have. Returns the pools and the
+        tokens as `rows.pack_tokens` lays them out.
+        """
+        inputs = rows.unpack_decode(packed)
+        num_rows = packed.shape[0]
+        most = self.tokens_per_dispatch
+
+        def unfinished(state: dict[str, Any]) -> Array:
+            return (state["step"] < most) & jnp.any(state["active"])
+
+        def step(state: dict[str, Any]) -> dict[str, Any]:
+            sampling = inputs.sampling._replace(generated=state["generated"])
+            pools, hidden = self._decode_hidden(gen_params, state, inputs.page_table)
+            logits = self.decoder.logits(gen_params, hidden)
+            token, logprob = sample_tokens(logits, sampling, num_tokens=self.num_tokens)
+            active = state["active"]
+            generated = state["generated"] + active
+            stopped = jnp.any(token[:, None] == sampling.stop_ids, axis=1) | (generated >= inputs.max_tokens)
+            return {
+                "step": state["step"] + 1,
+                "active": active & ~stopped,
+                "token": token,
+                "position": state["position"] + active,
+                "generated": generated,
+                "tokens": state["tokens"].at[state["step"]].set(jnp.where(active, token, 0)),
+                "logprobs": state["logprobs"].at[state["step"]].set(jnp.where(active, logprob, 0.0)),
+                "pools": pools,
+            }
+
+        start = {
+            "step": jnp.int32(0),
+            "active": inputs.active,
+            "token": inputs.token,
+            "position": inputs.position,
+            "generated": inputs.sampling.generated,
+            "tokens": jnp.zeros((most, num_rows), jnp.int32),
+            "logprobs": jnp.zeros((most, num_rows), jnp.float32),
+            "pools": pools,
+        }
+        end = jax.lax.while_loop(unfinished, step, start)
+        count = end["generated"] - inputs.sampling.generated
+        return end["pools"], rows.pack_tokens(count, end["tokens"], end["logprobs"])
+
+    def _decode_hidden(
+        self, gen_params: Params, state: dict[str, Any], page_table: Int[Array, "B M"]
+    ) -> tuple[list[Pool], Float[Array, "B D"]]:
+        """Runs one token per row through the model, its key and value written to the cache first."""
+        config = self.decoder.config
+        pools = list(state["pools"])
+        active, position = state["active"], state["position"]
+        num_pages, page_size = pools[0][0].shape[:2]
+        page = jnp.take_along_axis(page_table, (position // page_size)[:, None], axis=1, mode="clip")[:, 0]
+        # Idle rows write nowhere: page ids beyond the pool are dropped (all different: indices must be unique).
+        page = jnp.where(active, page, num_pages + jnp.arange(page.shape[0], dtype=page.dtype))
+        lengths = jnp.where(active, position + 1, 0)
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            pools[layer] = _write(pools[layer], k, v, page, position % page_size)
+            return paged_attention(
+                q,
+                *pools[layer],
+                page_table,
+                lengths,
+                scale=config.scale,
+                window=config.windows[layer],
+                implementation=self.attention,
+            )
+
+        hidden = self.decoder.generation_hidden(gen_params, state["token"], position, attend)
+        return pools, hidden
+
+
+def _write(
+    pool: Pool, k: Float[Array, "n K h"], v: Float[Array, "n K h"], page: Int[Array, "n"], offset: Int[Array, "n"]
+) -> Pool:
+    """Puts n tokens' keys and values in their places; the places are distinct, those beyond the pool dropped."""
+    keys, values = pool
+
+    def put(pages: Array, tokens: Array) -> Array:
+        return pages.at[page, offset].set(tokens.astype(pages.dtype), mode="drop", unique_indices=True)
+
+    return put(keys, k), put(values, v)

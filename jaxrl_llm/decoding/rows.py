@@ -1,0 +1,151 @@
+"""The one array that goes to the device per dispatch, and the one that comes back.
+
+All of a dispatch's inputs are columns of a single int32 matrix (floats and unsigned words keep their bits), so
+that a dispatch costs one transfer whatever it holds. Both directions of the layout live here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxrl_llm.decoding.sampling import SamplingRows
+from jaxrl_llm.decoding.scheduler import Prefill, Sample
+
+MAX_STOP_IDS = 16
+"""Most ids that may end one response; a fixed width, so that no number of them compiles anew."""
+
+_COUNT_COLUMNS = ("active", "token", "position", "generated", "max_tokens", "min_tokens", "top_k")
+_FLOAT_COLUMNS = ("temperature", "top_p", "min_p")
+_COLUMNS = (*_COUNT_COLUMNS, *_FLOAT_COLUMNS, "seed_0", "seed_1")
+_WIDTH = len(_COLUMNS) + MAX_STOP_IDS
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeRows:
+    """The rows of a decode dispatch on the device; see `scheduler.Sample`. ``sampling.generated`` is at its start."""
+
+    active: Bool[Array, "B"]
+    token: Int[Array, "B"]
+    position: Int[Array, "B"]
+    max_tokens: Int[Array, "B"]
+    sampling: SamplingRows
+    page_table: Int[Array, "B M"]
+
+
+def decode_width(num_columns: int) -> int:
+    """Columns of the packed matrix for a page table of ``num_columns``."""
+    return _WIDTH + num_columns
+
+
+def pack_decode(samples: Sequence[Sample], num_rows: int, num_columns: int) -> np.ndarray:
+    """``int32 [num_rows, width]``: a row per sample, idle rows after them (greedy, so that they ask for nothing)."""
+    packed = np.zeros((num_rows, decode_width(num_columns)), np.int32)
+    packed[:, _COLUMNS.index("top_p")] = np.float32(1.0).view(np.int32)
+    packed[:, len(_COLUMNS) : _WIDTH] = -1
+    for row, sample in zip(packed, samples, strict=False):
+        options = sample.sampling
+        counts = [sample.last_token, sample.position, len(sample.tokens), sample.max_tokens, options.min_tokens]
+        floats = np.array([options.temperature, options.top_p, options.min_p], np.float32)
+        row[:7] = [1, *counts, options.top_k]
+        row[7:10] = floats.view(np.int32)
+        row[10:12] = np.asarray(sample.seed, np.uint32).view(np.int32)
+        row[len(_COLUMNS) : len(_COLUMNS) + len(sample.stop_ids)] = sample.stop_ids
+        row[_WIDTH : _WIDTH + len(sample.pages)] = sample.pages
+    return packed
+
+
+def unpack_decode(packed: Int[Array, "B W"]) -> DecodeRows:
+    column = {name: packed[:, index] for index, name in enumerate(_COLUMNS)}
+    floats = {name: jax.lax.bitcast_convert_type(column[name], jnp.float32) for name in _FLOAT_COLUMNS}
+    seeds = packed[:, _COLUMNS.index("seed_0") : _COLUMNS.index("seed_1") + 1]
+    sampling = SamplingRows(
+        temperature=floats["temperature"],
+        top_k=column["top_k"],
+        top_p=floats["top_p"],
+        min_p=floats["min_p"],
+        seeds=jax.lax.bitcast_convert_type(seeds, jnp.uint32),
+        generated=column["generated"],
+        min_tokens=column["min_tokens"],
+        stop_ids=packed[:, len(_COLUMNS) : _WIDTH],
+    )
+    return DecodeRows(
+        active=column["active"] == 1,
+        token=column["token"],
+        position=column["position"],
+        max_tokens=column["max_tokens"],
+        sampling=sampling,
+        page_table=packed[:, _WIDTH:],
+    )
+
+
+def pack_tokens(
+    count: Int[Array, "B"], tokens: Int[Array, "n B"], logprobs: Float[Array, "n B"]
+) -> Int[Array, "B w"]:
+    """What a decode dispatch returns: per row how many tokens it made, then n ids, then n log-probabilities."""
+    bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
+    return jnp.concatenate([count[:, None], tokens.T, bits.T], axis=1)
+
+
+def unpack_tokens(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """``(count [B], tokens [B, n], logprobs [B, n])`` on the host."""
+    most = (packed.shape[1] - 1) // 2
+    logprobs = np.ascontiguousarray(packed[:, 1 + most :]).view(np.float32)
+    return packed[:, 0], packed[:, 1 : 1 + most], logprobs
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillRow:
+    """Prompts laid end to end in one row on the device. Padding sees itself only and is written nowhere.
+
+    Attributes:
+      first: index in the row where the token's own prompt begins.
+      page, offset: where its key and value go; page ids at or above the pool's size are dropped.
+    """
+
+    token: Int[Array, "T"]
+    position: Int[Array, "T"]
+    first: Int[Array, "T"]
+    page: Int[Array, "T"]
+    offset: Int[Array, "T"]
+
+
+def pack_prefill(prompts: Sequence[Prefill], num_tokens: int, page_size: int, num_pages: int) -> np.ndarray:
+    """``int32 [5, num_tokens]``, the fields of `PrefillRow`."""
+    packed = np.zeros((5, num_tokens), np.int32)
+    index = np.arange(num_tokens, dtype=np.int32)
+    packed[2] = index
+    packed[3] = num_pages + index  # nowhere, and all different: the scatter is told that indices are unique
+    begin = 0
+    for prompt in prompts:
+        count = len(prompt.tokens)
+        where = slice(begin, begin + count)
+        packed[0, where] = prompt.tokens
+        packed[1, where] = index[:count]
+        packed[2, where] = begin
+        packed[3, where] = np.repeat(np.asarray(prompt.pages, np.int32), page_size)[:count]
+        packed[4, where] = index[:count] % page_size
+        begin += count
+    return packed
+
+
+def unpack_prefill(packed: Int[Array, "5 T"]) -> PrefillRow:
+    return PrefillRow(*packed)
+
+
+def bins_of(prompts: Sequence[Prefill], capacity: int) -> list[list[Prefill]]:
+    """Prompts in order, cut into runs of at most ``capacity`` tokens; a longer prompt is a run of its own."""
+    bins: list[list[Prefill]] = []
+    filled = 0
+    for prompt in prompts:
+        if not bins or filled + len(prompt.tokens) > capacity:
+            bins.append([])
+            filled = 0
+        bins[-1].append(prompt)
+        filled += len(prompt.tokens)
+    return bins
