@@ -8,7 +8,6 @@ place in it, (seed, epoch) gives the order of rows, and every process takes its 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,11 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.data.columns import map_row
+from jaxrl_llm.data.examples import load_examples
 from jaxrl_llm.data.order import epoch_order
-from jaxrl_llm.data.prompts import encode_prompts, encode_response, longest_token, render_prompt, truncate
-from jaxrl_llm.data.sources import read_rows
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Example
 
-log = logging.getLogger(__name__)
-
-ENCODE_ROWS = 1000  # rows handed to the tokenizer at once
-NAMED_ROWS = 5  # how many rows a message lists
 ENDLESS = 2**50  # batches; an epoch follows another for as long as the run lasts
 
 
@@ -157,108 +150,3 @@ class PromptData:
             "seed": self._seed,
             "shuffle": self._shuffle,
         }
-
-
-def load_examples(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    path: str,
-    *,
-    max_prompt_tokens: int,
-    max_response_tokens: int | None = None,
-    max_rows: int = 0,
-) -> tuple[list[Example], dict[str, int]]:
-    """Reads and encodes ``path`` and applies ``config.overlong_prompts``; ``(examples, counts)``.
-
-    One warning says how many rows were left out or cut, and names the first.
-
-    Raises:
-      UserError: see ``PromptData``.
-    """
-    rows = read_rows(path)
-    rows = rows[:max_rows] if max_rows else rows
-    rule, overlong = config.overlong_prompts, []
-    # A text this long can't fit, whatever its tokens; it is cut before it can stall the tokenizer. The factor
-    # leaves room for tokenizers that drop whitespace.
-    longest_text = 2 * longest_token(tokenizer) * (max_prompt_tokens + 1)
-    kept: list[Example] = []
-    for start in range(0, len(rows), ENCODE_ROWS):
-        records = [
-            map_row(
-                row,
-                f"{path}, row {index}",
-                prompt_column=config.prompt_column,
-                answer_column=config.answer_column,
-            )
-            for index, row in enumerate(rows[start : start + ENCODE_ROWS], start)
-        ]
-        rendered = [
-            render_prompt(
-                tokenizer,
-                record.prompt,
-                system_prompt=config.system_prompt,
-                apply_chat_template=config.apply_chat_template,
-                where=f"{path}, row {index}: the prompt",
-            )
-            for index, record in enumerate(records, start)
-        ]
-        keep_end = rule == "truncate_left"
-        texts = [text[-longest_text:] if keep_end else text[:longest_text] for text, _ in rendered]
-        encoded = encode_prompts(tokenizer, texts, [templated for _, templated in rendered])
-        for index, (record, text, ids) in enumerate(zip(records, texts, encoded, strict=True), start):
-            response = None if record.completion is None else encode_response(tokenizer, record.completion)
-            if len(ids) > max_prompt_tokens:
-                overlong.append(index)
-                if not rule.startswith("truncate_"):
-                    continue
-                ids = truncate(ids, max_prompt_tokens, rule.removeprefix("truncate_"), tokenizer.bos_token_id)
-                text = tokenizer.decode(ids)
-            if response is not None and max_response_tokens is not None and len(response) > max_response_tokens:
-                if index not in overlong[-1:]:
-                    overlong.append(index)
-                if not rule.startswith("truncate_"):
-                    continue
-                response = response[:max_response_tokens]
-            kept.append(
-                Example(
-                    uid=f"{index}@0",
-                    prompt=text,
-                    prompt_ids=ids,
-                    answer=record.answer,
-                    metadata=record.metadata,
-                    response_ids=response,
-                    row=index,
-                )
-            )
-    _report_overlong(path, rule, overlong, len(rows), max_prompt_tokens, max_response_tokens)
-    if not kept:
-        raise UserError(
-            f"All {len(rows)} rows of {path} are longer than data.max_prompt_tokens = {max_prompt_tokens} and "
-            "data.overlong_prompts = 'filter' leaves none. Raise the limit or choose 'truncate_left'."
-        )
-    cut = len(overlong) if rule.startswith("truncate_") else 0
-    return kept, {
-        "rows": len(rows),
-        "kept": len(kept),
-        "filtered": len(rows) - len(kept),
-        "truncated": cut,
-    }
-
-
-def _report_overlong(
-    path: str, rule: str, overlong: list[int], num_rows: int, max_prompt_tokens: int, max_response_tokens: int | None
-) -> None:
-    """One message for all rows; it is an error under the rule ``error``."""
-    if not overlong:
-        return
-    limits = f"data.max_prompt_tokens = {max_prompt_tokens}"
-    if max_response_tokens is not None:
-        limits += f" (or their completion than {max_response_tokens} tokens)"
-    named = ", ".join(map(str, overlong[:NAMED_ROWS])) + (", …" if len(overlong) > NAMED_ROWS else "")
-    text = f"{len(overlong)} of {num_rows} rows of {path} are longer than {limits}: row {named}"
-    if rule == "error":
-        raise UserError(f"{text}. data.overlong_prompts = 'error' refuses them; 'filter' leaves them out.")
-    action = "They are left out" if rule == "filter" else f"They are cut ({rule})"
-    if rule == "truncate_right":
-        action += ", which removes the end of the prompt, the header of the assistant's turn included"
-    log.warning("%s. %s.", text, action)

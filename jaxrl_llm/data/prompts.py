@@ -102,6 +102,7 @@ def truncate(prompt_ids: np.ndarray, limit: int, side: str, bos_token_id: int | 
     return prompt_ids[len(prompt_ids) - limit :]
 
 
+@functools.lru_cache(maxsize=8)
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Characters of the longest vocabulary entry: no text of ``n`` tokens is longer than ``n`` times this."""
     return max(len(token) for token in tokenizer.get_vocab())

@@ -9,8 +9,9 @@ import gguf
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from jaxrl_llm.data.paths import resolve_tokenizer_path
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.gguf_file import open_gguf
+from jaxrl_llm.models.locate import resolve_path
 
 # How text is split before byte-level BPE, by the name in `tokenizer.ggml.pre`. The expressions are those of the
 # models' own tokenizer.json files.
@@ -28,13 +29,13 @@ _CONTROL, _USER_DEFINED = int(gguf.TokenType.CONTROL), int(gguf.TokenType.USER_D
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a model: chat template, special tokens and their ids included.
 
-    ``path`` is a Hugging Face folder, a hub id, ``builtin:NAME`` or a ``.gguf`` file. Code that comes with a model
-    is never run (``trust_remote_code`` is off).
+    ``path`` is as in ``resolve_path``: a Hugging Face folder, a ``.gguf`` file, a hub id, ``builtin:NAME`` … . Code
+    that comes with a model is never run (``trust_remote_code`` is off).
 
     Raises:
       UserError: nothing is there, or the tokenizer is of a kind that can't be read.
     """
-    resolved = resolve_tokenizer_path(path)
+    resolved = resolve_path(path)
     if resolved.suffix == ".gguf":
         return gguf_tokenizer(resolved)
     try:
@@ -58,7 +59,7 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     Raises:
       UserError: the file's tokenizer is of another kind, or splits text in a way that is not known here.
     """
-    fields = gguf.GGUFReader(file).fields
+    fields = open_gguf(file).fields
 
     def field(name: str, default: Any = None) -> Any:
         key = f"tokenizer.{name}"

@@ -1,0 +1,164 @@
+"""From a data file to tokenized examples: reads, maps, renders, encodes, and applies the limit on length."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterable
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from jaxrl_llm.config import DataConfig
+from jaxrl_llm.data.columns import Record, map_row
+from jaxrl_llm.data.prompts import encode_prompts, encode_response, longest_token, render_prompt, truncate
+from jaxrl_llm.data.sources import Row, iterate_rows
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.types import Example
+
+log = logging.getLogger(__name__)
+
+ENCODE_ROWS = 1000  # rows handed to the tokenizer at once
+NAMED_ROWS = 5  # how many rows a message lists
+
+
+@dataclasses.dataclass(frozen=True)
+class LengthLimit:
+    """What happens to rows that are too long.
+
+    Attributes:
+      max_prompt_tokens: longest prompt.
+      max_response_tokens: longest completion to imitate, EOS included; None for no limit.
+      rule: ``filter``, ``truncate_left``, ``truncate_right`` (which side of the prompt is cut; a completion
+        always loses its end) or ``error``.
+    """
+
+    max_prompt_tokens: int
+    max_response_tokens: int | None
+    rule: str
+
+    @property
+    def truncates(self) -> bool:
+        return self.rule.startswith("truncate_")
+
+    def exceeded_by(self, example: Example) -> bool:
+        response, limit = example.response_ids, self.max_response_tokens
+        long_response = response is not None and limit is not None and len(response) > limit
+        return len(example.prompt_ids) > self.max_prompt_tokens or long_response
+
+    def cut(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
+        """The example within the limits; its prompt text is what is left of it."""
+        side = self.rule.removeprefix("truncate_")
+        ids = truncate(example.prompt_ids, self.max_prompt_tokens, side, tokenizer.bos_token_id)
+        text = example.prompt if len(ids) == len(example.prompt_ids) else tokenizer.decode(ids)
+        response = example.response_ids
+        if response is not None and self.max_response_tokens is not None:
+            response = response[: self.max_response_tokens]
+        return dataclasses.replace(example, prompt=text, prompt_ids=ids, response_ids=response)
+
+
+def load_examples(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    *,
+    max_prompt_tokens: int,
+    max_response_tokens: int | None = None,
+    max_rows: int = 0,
+) -> tuple[list[Example], dict[str, int]]:
+    """Reads and encodes ``path`` and applies ``config.overlong_prompts``.
+
+    Returns the examples in file order, and the counts ``rows`` (read), ``kept``, ``filtered`` and ``truncated``.
+    One warning says how many rows were left out or cut, and names the first.
+
+    Raises:
+      UserError: no row, none left after the filter, an overlong row under ``error``, a row of the wrong form.
+    """
+    limit = LengthLimit(max_prompt_tokens, max_response_tokens, config.overlong_prompts)
+    rows = iterate_rows(path)
+    rows = enumerate(itertools.islice(rows, max_rows) if max_rows else rows)
+    kept: list[Example] = []
+    overlong: list[int] = []
+    num_rows = 0
+    while chunk := list(itertools.islice(rows, ENCODE_ROWS)):
+        num_rows += len(chunk)
+        for example in _encode(config, tokenizer, path, chunk, limit):
+            if limit.exceeded_by(example):
+                overlong.append(example.row)
+                if not limit.truncates:
+                    continue
+                example = limit.cut(example, tokenizer)
+            kept.append(example)
+    if not num_rows:
+        raise UserError(f"The data file {path} holds no rows. Set data.train or data.eval to one that has some.")
+    _report(path, limit, overlong, num_rows)
+    if not kept:
+        raise UserError(
+            f"All {num_rows} rows of {path} are longer than data.max_prompt_tokens = {max_prompt_tokens}, and "
+            "data.overlong_prompts = 'filter' leaves none. Raise the limit or choose 'truncate_left'."
+        )
+    truncated = len(overlong) if limit.truncates else 0
+    counts = {"rows": num_rows, "kept": len(kept), "filtered": num_rows - len(kept), "truncated": truncated}
+    return kept, counts
+
+
+def _encode(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    path: str,
+    rows: list[tuple[int, Row]],
+    limit: LengthLimit,
+) -> Iterable[Example]:
+    records: list[Record] = []
+    texts: list[str] = []
+    templated: list[bool] = []
+    # A text beyond this can't fit, whatever its tokens, and is cut before it can stall the tokenizer. The factor
+    # leaves room for tokenizers that drop whitespace.
+    longest_text = 2 * longest_token(tokenizer) * (limit.max_prompt_tokens + 1)
+    for index, row in rows:
+        where = f"{path}, row {index}"
+        record = map_row(
+            row, where, prompt_column=config.prompt_column, answer_column=config.answer_column
+        )
+        text, is_templated = render_prompt(
+            tokenizer,
+            record.prompt,
+            system_prompt=config.system_prompt,
+            apply_chat_template=config.apply_chat_template,
+            where=f"{where}: the prompt",
+        )
+        records.append(record)
+        texts.append(text[-longest_text:] if limit.rule == "truncate_left" else text[:longest_text])
+        templated.append(is_templated)
+    encoded = encode_prompts(tokenizer, texts, templated)
+    for (index, _), record, text, ids in zip(rows, records, texts, encoded, strict=True):
+        response: np.ndarray | None = None
+        if record.completion is not None:
+            response = encode_response(tokenizer, record.completion)
+        yield Example(
+            uid=f"{index}@0",
+            prompt=text,
+            prompt_ids=ids,
+            answer=record.answer,
+            metadata=record.metadata,
+            response_ids=response,
+            row=index,
+        )
+
+
+def _report(path: str, limit: LengthLimit, overlong: list[int], num_rows: int) -> None:
+    """One message for all rows; it is an error under the rule ``error``."""
+    if not overlong:
+        return
+    limits = f"data.max_prompt_tokens = {limit.max_prompt_tokens}"
+    if limit.max_response_tokens is not None:
+        limits += f" (or their completion than {limit.max_response_tokens} tokens)"
+    named = ", ".join(map(str, overlong[:NAMED_ROWS])) + (", …" if len(overlong) > NAMED_ROWS else "")
+    text = f"{len(overlong)} of {num_rows} rows of {path} are longer than {limits}: row {named}"
+    if limit.rule == "error":
+        raise UserError(f"{text}. data.overlong_prompts = 'error' refuses them; 'filter' leaves them out.")
+    action = "They are left out" if limit.rule == "filter" else f"They are cut ({limit.rule})"
+    if limit.rule == "truncate_right":
+        action += ", so the end of the prompt is gone, the header of the assistant's turn included"
+    log.warning("%s. %s.", text, action)
