@@ -6,18 +6,21 @@ computed from values that all processes share.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import logging
 import pathlib
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
+from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import evaluate, optimizer, packing, update
@@ -26,6 +29,7 @@ from jaxrl_llm.algorithms.interface import Sequences
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.data.dataset import PromptData
+from jaxrl_llm.data.prompts import encode_prompts, render_prompt
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.models.export import export_model
@@ -36,8 +40,12 @@ from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.sharding import TRAINING, batch_shards, make_mesh
 from jaxrl_llm.types import Example, Rollouts
 from jaxrl_llm.update import Forward, RoleState
+from jaxrl_llm.workdir import Workdir
 
 logger = logging.getLogger(__name__)
+
+PREEMPTED_EXIT_CODE = 75
+"""Exit code of a run that SIGTERM ended after saving (EX_TEMPFAIL: run the same command again to go on)."""
 
 
 class Trainer:
@@ -47,6 +55,7 @@ class Trainer:
       config: what `config.resolve` returns.
       workdir: the run's folder; one that holds a run already is resumed. None keeps nothing on disk.
       rewards: Python functions by reward name, in place of ``config.rewards`` entries' functions.
+      tokenizer: in place of the one at `config.tokenizer.path`.
       devices: all by default.
     """
 
@@ -56,19 +65,18 @@ class Trainer:
         workdir: pathlib.Path | str | None = None,
         *,
         rewards: dict[str, Callable[..., Any]] | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         devices: Sequence[jax.Device] | None = None,
     ):
         self.mesh = make_mesh(config.mesh, devices)
         self.config = config = configs.with_mesh(config, self.mesh.size)
-        self.workdir = None if workdir is None else pathlib.Path(workdir)
         self.algorithm = ALGORITHMS[config.algorithm.name]
         self.options = config.algorithm.options
-        if self.workdir is not None:
-            self._claim_workdir()
+        self.workdir = None if workdir is None else Workdir(workdir, config)
 
-        self.tokenizer = load_tokenizer(config.tokenizer.path)
+        self.tokenizer = load_tokenizer(config.tokenizer.path) if tokenizer is None else tokenizer
         self.data = self._open_data(config.data.train, config.train_batch_size) if config.data.train else None
-        self.eval_data = self._open_data(config.data.eval, 1) if config.data.eval else None
+        self.eval_data = self._open_data(config.data.eval, None) if config.data.eval else None
         self.total_steps = (
             configs.step_counts(config, self.data.num_rows).total_steps if self.data else config.num_steps
         )
@@ -76,7 +84,7 @@ class Trainer:
         configs.check_against_model(config, self.decoder.config, self.tokenizer)
         self.dtype = _compute_dtype(config.dtype, self.mesh)
 
-        updates = configs.updates_per_step(config) * self.total_steps
+        updates = _updates_per_step(config) * self.total_steps
         self.optimizer = optimizer.make_optimizer(config.optimizer, updates)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
         policy, policy_shardings = update.init_role(params, self.optimizer, shardings, self.mesh)
@@ -110,8 +118,9 @@ class Trainer:
         )
         self._logprobs = update.make_logprobs(forward, self.mesh)
         self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, rewards)
-        self.checkpoints = None if self.workdir is None else Checkpoints(self.workdir, config.checkpoint)
-        self.log = RunLog(self.workdir)
+        folder = None if self.workdir is None else self.workdir.path
+        self.checkpoints = None if folder is None else Checkpoints(folder, config.checkpoint)
+        self.log = RunLog(folder)
         self._preempted = threading.Event()
 
     # --- the loop ---------------------------------------------------------------------------------------------
@@ -120,7 +129,7 @@ class Trainer:
         """Runs from the newest checkpoint to the last step; returns the last metrics.
 
         Raises:
-          RunStopped: a loss or gradient is not finite, or decoder and trainer disagree (`_check`).
+          RunStopped: a step failed its checks (`_check`); nothing of it was saved.
           SystemExit: SIGTERM arrived; the run was saved after the step in progress.
         """
         if self.data is None:
@@ -136,7 +145,6 @@ class Trainer:
             while self.step_index < self.total_steps:
                 examples = next(self.data)
                 metrics, rollouts = self.step(examples)
-                self._check(metrics)
                 last = self.step_index == self.total_steps
                 if _due(self.config.eval.every_steps, self.step_index) or (last and self.config.eval.after):
                     self._evaluate(metrics)
@@ -160,6 +168,9 @@ class Trainer:
 
         Returns:
           The step's metrics (names in the README) and the scored rollouts.
+
+        Raises:
+          RunStopped: see `_check`.
         """
         timer = PhaseTimer()
         context = StepContext(self, timer)
@@ -248,23 +259,54 @@ class Trainer:
             metrics |= self.evaluate()
 
     def generate(self, prompts: Sequence[str]) -> list[list[str]]:
-        """Completions of each prompt (`rollout.samples_per_prompt` of them) as text, by the rollout's sampling options."""
+        """`rollout.samples_per_prompt` completions of each prompt as text, by the rollout's sampling options."""
         examples = self.examples(prompts)
         completions = self.rollout.complete(self.roles["policy"].params, examples, step=self.step_index)
         return [[completion.text for completion in group] for group in completions]
 
-    def examples(
-        self,
-        prompts: Sequence[Any],
-        answers: Sequence[Any] | None = None,
-        metadata: Sequence[dict] | None = None,
-    ) -> list[Example]:
+    def examples(self, prompts: Sequence[Any], answers: Sequence[Any] | None = None) -> list[Example]:
         """Prompts (text or chat messages) encoded like the rows of a file.
 
+        Args:
+          answers: one for each prompt, for the rewards.
+
         Raises:
-          UserError: a prompt is longer than `data.max_prompt_tokens`.
+          UserError: there is no prompt, a prompt is longer than `data.max_prompt_tokens`, or the numbers differ.
         """
-        return self.encoder.examples(prompts, answers, metadata, epoch=self.step_index)
+        data = self.config.data
+        if not prompts:
+            raise UserError("There is no prompt: give at least one.")
+        if answers is not None and len(answers) != len(prompts):
+            raise UserError(f"There are {len(prompts)} prompts but {len(answers)} answers; give one for each.")
+        rendered = [
+            render_prompt(
+                self.tokenizer,
+                prompt,
+                system_prompt=data.system_prompt,
+                apply_chat_template=data.apply_chat_template,
+                where=f"Prompt {index}",
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        encoded = encode_prompts(self.tokenizer, [text for text, _ in rendered], [chat for _, chat in rendered])
+        for index, ids in enumerate(encoded):
+            if not 1 <= len(ids) <= data.max_prompt_tokens:
+                raise UserError(
+                    f"Prompt {index} has {len(ids)} tokens; a prompt has 1 to data.max_prompt_tokens = "
+                    f"{data.max_prompt_tokens}. Shorten it or raise the limit."
+                )
+        epoch = self.step_index
+        return [
+            Example(
+                uid=f"{row}@{epoch}",
+                prompt=text,
+                prompt_ids=ids,
+                answer=None if answers is None else answers[row],
+                row=row,
+                epoch=epoch,
+            )
+            for row, ((text, _), ids) in enumerate(zip(rendered, encoded, strict=True))
+        ]
 
     def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:
         """Writes the policy as a Hugging Face folder; see `models.export.export_model`."""
@@ -304,8 +346,11 @@ class Trainer:
         """Waits for background saves and ends the reward workers."""
         if self.checkpoints is not None:
             self.checkpoints.wait()
+            self.checkpoints.close()
         self.rollout.close()
         self.log.close()
+        if self.workdir is not None:
+            self.workdir.close()
 
     # --- setting up -------------------------------------------------------------------------------------------
 
@@ -321,14 +366,34 @@ class Trainer:
             model.path, mesh=self.mesh, layout=TRAINING, dtype=jnp.float32, vocab_multiple=multiple
         )
 
-    def _open_data(self, path: str, batch_size: int) -> PromptData:
+    def _open_data(self, path: str, batch_size: int | None) -> PromptData:
+        """The rows of a file; every process holds the global batch, and the engine gives each replica its part."""
         return PromptData(
-            dataclasses.replace(self.config.data, train=path),
+            self.config.data,
             self.tokenizer,
+            path=path,
             batch_size=batch_size,
             seed=self.config.seed,
-            max_prompt_tokens=self.config.data.max_prompt_tokens,
+            max_response_tokens=None if self.algorithm.generates else self.config.rollout.max_new_tokens,
         )
+
+    def _agree(self, flag: bool) -> bool:
+        """True on every process if it is on any: what steers device work must be the same everywhere."""
+        if jax.process_count() == 1:
+            return flag
+        return bool(multihost_utils.process_allgather(np.array(flag)).any())
+
+    @contextlib.contextmanager
+    def _sigterm(self) -> Iterator[None]:
+        """While training, SIGTERM asks for a save after the step in progress. Only the main thread can listen."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = signal.signal(signal.SIGTERM, lambda *_: self._preempted.set())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGTERM, previous)
 
     def _check(self, metrics: dict[str, float]) -> None:
         """Stops a run that computes nonsense, before it is saved.
@@ -352,7 +417,7 @@ class Trainer:
                     f"Step {self.step_index}: {name} is {metrics[name]:.3g}, above its bound {bound:g}. The decoder "
                     "and the trainer disagree on the probability of the sampled tokens, so the loss is computed for "
                     "another policy than the one that wrote them. It was not saved. Look at rollout.attention, "
-                    "dtype and jax_default_matmul_precision; checks.* sets the bounds if this size is known to be harmless."
+                    "dtype and jax_default_matmul_precision; checks.* sets the bounds if this size is known to be fine."
                 )
 
 
@@ -392,6 +457,10 @@ def _compute_dtype(name: str, mesh: jax.sharding.Mesh) -> Any:
     if name == "auto":
         name = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
     return jnp.dtype(name)
+
+
+def _updates_per_step(config: RunConfig) -> int:
+    return -(-config.train_batch_size // config.training.mini_batch_size) * config.training.epochs
 
 
 def _due(every: int, step: int) -> bool:

@@ -1,0 +1,105 @@
+"""The folder of a run: claimed by one process at a time, and never continued as another run by mistake."""
+
+from __future__ import annotations
+
+import fcntl
+import pathlib
+from typing import Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.config import RunConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.options import to_dict
+
+CONFIG_FILE = "config.json"
+
+FREE_TO_CHANGE = (
+    "num_steps",
+    "log_level",
+    "model.remat",
+    "rollout.num_slots",
+    "rollout.page_size",
+    "rollout.num_pages",
+    "rollout.tokens_per_dispatch",
+    "rollout.prefill_tokens",
+    "rollout.attention",
+    "training.micro_batch_tokens",
+    "training.row_tokens",
+    "training.logprob_chunk_tokens",
+    "reward_runner.num_workers",
+    "mesh.",
+    "hybrid_engine.",
+    "checkpoint.",
+    "eval.",
+    "checks.",
+    "data.eval",
+)
+"""Options that may differ when a run is continued: they change speed, memory or what is watched, not what is
+learned (beyond rounding). A longer `num_steps` also stretches a cosine or linear schedule."""
+
+
+class Workdir:
+    """A claimed folder. Holds a lock until `close`, so that two processes can't write into one run.
+
+    Attributes:
+      path: the folder.
+      resumed: whether it held a run already.
+    """
+
+    def __init__(self, path: pathlib.Path | str, config: RunConfig):
+        """Claims `path` for the run that `config` describes and saves the configuration there.
+
+        Raises:
+          UserError: the folder belongs to a different run, is in use, or holds files of something else.
+        """
+        self.path = pathlib.Path(path)
+        if self.path.exists() and not self.path.is_dir():
+            raise UserError(f"--workdir={self.path} is a file; it must be a folder. Choose another --workdir.")
+        saved = self.path / CONFIG_FILE
+        self.resumed = saved.exists()
+        if self.resumed:
+            _refuse_another_run(configs.load(saved), config, self.path)
+        elif any((self.path / name).exists() for name in ("checkpoints", "metrics.jsonl", "samples.jsonl")):
+            raise UserError(
+                f"--workdir={self.path} holds results but no {CONFIG_FILE}, so it cannot be continued, and it is not "
+                "overwritten. Choose another --workdir, or move those files away."
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / ".lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise UserError(
+                f"--workdir={self.path} is in use by another process. Wait for it, or choose another --workdir."
+            ) from None
+        partial = saved.with_suffix(".json.partial")
+        configs.save(config, partial)
+        partial.replace(saved)
+
+    def close(self) -> None:
+        """Gives the folder free."""
+        self._lock.close()
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, dict) and value
+        out |= _flat(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return out
+
+
+def _refuse_another_run(saved: RunConfig, config: RunConfig, path: pathlib.Path) -> None:
+    before, now = _flat(to_dict(saved)), _flat(to_dict(config))
+    changed = [
+        f"{key} (was {before.get(key)!r}, is {now.get(key)!r})"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and not key.startswith(FREE_TO_CHANGE)
+    ]
+    if changed:
+        raise UserError(
+            f"--workdir={path} holds a run with other options: {'; '.join(changed[:6])}"
+            f"{' …' if len(changed) > 6 else ''}. Continuing would mix two runs. Give the old values back, or choose "
+            "another --workdir."
+        )
