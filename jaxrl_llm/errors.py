@@ -1,10 +1,21 @@
-"""Errors that a user can act on."""
+"""Errors that a user can act on, and the exit codes of the command line."""
+
+EXIT_USER_ERROR = 2
+EXIT_RUN_STOPPED = 3
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: not a failure, the same command goes on from the checkpoint
 
 
 class UserError(ValueError):
     """Bad input: one paragraph naming the option or file, its value, what is allowed and what to do.
 
     The command line prints the message alone and exits with code 2; in a notebook it is an ordinary exception.
+    """
+
+
+class Preempted(Exception):
+    """The run was asked to end (SIGTERM) and has saved a checkpoint from which the same command resumes.
+
+    The command line exits with code 75, so that a scheduler can tell "start me again" from success and failure.
     """
 
 

@@ -58,7 +58,9 @@ class Rollout:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        return Engine(self.decoder, self.mesh, self.config.rollout, self.tokenizer)
+        longest = self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
+        context = min(longest, self.decoder.config.max_position)
+        return Engine(self.decoder, self.mesh, self.config.rollout, self.tokenizer, context=context)
 
     @functools.cached_property
     def reward_runner(self) -> RewardRunner:

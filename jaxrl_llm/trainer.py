@@ -31,7 +31,7 @@ from jaxrl_llm.config import RunConfig
 from jaxrl_llm.data.dataset import PromptData
 from jaxrl_llm.data.prompts import encode_prompts, render_prompt
 from jaxrl_llm.data.tokenizer import load_tokenizer
-from jaxrl_llm.errors import RunStopped, UserError
+from jaxrl_llm.errors import Preempted, RunStopped, UserError
 from jaxrl_llm.models.export import export_model
 from jaxrl_llm.models.loading import init_model, load_model
 from jaxrl_llm.observability.run_log import RunLog
@@ -43,9 +43,6 @@ from jaxrl_llm.update import Forward, RoleState
 from jaxrl_llm.workdir import Workdir
 
 logger = logging.getLogger(__name__)
-
-PREEMPTED_EXIT_CODE = 75
-"""Exit code of a run that SIGTERM ended after saving (EX_TEMPFAIL: run the same command again to go on)."""
 
 
 class Trainer:
@@ -130,7 +127,7 @@ class Trainer:
 
         Raises:
           RunStopped: a step failed its checks (`_check`); nothing of it was saved.
-          SystemExit: SIGTERM arrived; the run was saved after the step in progress.
+          Preempted: SIGTERM arrived; the run was saved after the step in progress.
         """
         if self.data is None:
             raise UserError(
@@ -158,7 +155,7 @@ class Trainer:
                     self.save(metrics)
                 if stop and not last:
                     self.close()
-                    raise SystemExit(PREEMPTED_EXIT_CODE)
+                    raise Preempted(f"Saved after step {self.step_index} of {self.total_steps}.")
         self.close()
         self.log.summary(self.total_steps)
         return metrics
