@@ -1,6 +1,7 @@
 """Every option of a run: its type, unit, default, range and what it does. Nothing else knows a default.
 
-A configuration file is Python with a function ``get_config()`` that returns an ``ml_collections.ConfigDict``::
+A configuration file is Python with a function ``get_config()`` that returns an
+``ml_collections.ConfigDict``::
 
     from jaxrl_llm.config import default_config
 
@@ -11,10 +12,10 @@ A configuration file is Python with a function ``get_config()`` that returns an 
         config.rewards = {"exact": {"function": "exact_match"}}
         return config
 
-``resolve`` makes the frozen ``RunConfig`` of it, which is all that the rest of the program sees. Three checks, each
-as early as it can be: ``resolve`` (no device, no file), ``with_mesh`` (needs the number of devices) and
-``check_against_model`` (needs the model's configuration and tokenizer). What one option can know alone is in its
-line below; what several options must agree on is in ``validation.py``.
+``resolve`` makes the frozen ``RunConfig`` of it, which is all that the rest of the program sees. Three
+checks, each as early as it can be: ``resolve`` (no device, no file), ``with_mesh`` (needs the number of
+devices) and ``check_against_model`` (needs the model's configuration and tokenizer). What one option can know
+alone is in its line below; what several options must agree on is in ``validation.py``.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ __all__ = ["default_config", "load", "option", "resolve", "save", "with_mesh"]
 class ModelSection:
     """Which model is trained."""
 
-    path: str = option(
-        "", "Hugging Face folder, hub id, .gguf file, or builtin:NAME for a model of this package."
-    )
+    path: str = option("", "Hugging Face folder, hub id, .gguf file, or builtin:NAME for a model of this package.")
     architecture: dict[str, Any] = option(
         dict, "A Hugging Face config as a dict, to train from scratch in place of a path."
     )
@@ -65,9 +64,7 @@ class TokenizerSection:
 class DataConfig:
     """Where the prompts come from."""
 
-    train: str = option(
-        "", "Training rows: .jsonl, .parquet, a Hugging Face dataset id, or builtin:NAME/SPLIT."
-    )
+    train: str = option("", "Training rows: .jsonl, .parquet, a Hugging Face dataset id, or builtin:NAME/SPLIT.")
     eval: str = option("", "Evaluation rows, never trained on; empty means no evaluation.")
     max_prompt_tokens: int = option(512, "Longest prompt, after the chat template.", low=1, unit="tokens")
     overlong_prompts: str = option(
@@ -84,17 +81,15 @@ class DataConfig:
         choices=("auto", "always", "never"),
     )
     shuffle: bool = option(True, "A new order of the rows each epoch, from the seed.")
-    num_epochs: int = option(
-        0, "Train for so many passes over the rows; needs num_steps = 0.", low=0, unit="epochs"
-    )
+    num_epochs: int = option(0, "Train for so many passes over the rows; needs num_steps = 0.", low=0, unit="epochs")
 
 
 @dataclasses.dataclass(frozen=True)
 class AlgorithmSection:
     """What is learned: a name in ``jaxrl_llm.algorithms.ALGORITHMS`` and that algorithm's own options.
 
-    In a configuration the options stand beside the name: ``algorithm.name``, ``algorithm.kl_coef`` … . Another
-    name brings the other algorithm's options and defaults; options of a third are refused.
+    In a configuration the options stand beside the name: ``algorithm.name``, ``algorithm.kl_coef`` … .
+    Another name brings the other algorithm's options and defaults; options of a third are refused.
     """
 
     name: str
@@ -106,15 +101,14 @@ class AlgorithmSection:
         algorithms = _algorithms()
         name = values.get("name", "grpo")
         if name not in algorithms:
-            raise UserError(
-                f"{path}.name = {name!r} is not an algorithm.{options.nearest(str(name), algorithms)}"
-            )
+            raise UserError(f"{path}.name = {name!r} is not an algorithm.{options.nearest(str(name), algorithms)}")
         own = {key: value for key, value in values.items() if key != "name"}
         for key in own:
             owners = [other for other, entry in algorithms.items() if key in _field_names(entry.options)]
             if owners and name not in owners:
                 raise UserError(
-                    f"{path}.{key} is an option of {', '.join(owners)}, not of {path}.name = {name!r}. Options of "
+                    f"{path}.{key} is an option of {', '.join(owners)}, not of {path}.name = {name!r}. "
+                    "Options of "
                     f"{name}: {', '.join(sorted(_field_names(algorithms[name].options))) or 'none'}."
                 )
         return cls(name, options.build(algorithms[name].options, own, path, root))
@@ -139,34 +133,18 @@ class RolloutConfig:
     samples_per_prompt: int = option(8, "Completions of each prompt: the size of a group.", low=1)
     max_new_tokens: int = option(256, "A completion is cut here.", low=1, unit="tokens")
     min_new_tokens: int = option(0, "No end of sequence before this many.", low=0, unit="tokens")
-    temperature: float = option(
-        1.0, "Logits are divided by it, here and in the trainer; 0 is greedy.", low=0.0
-    )
-    top_p: float = option(
-        1.0, "Keep the likeliest tokens that have this mass together; 1 is off.", above=0, high=1
-    )
+    temperature: float = option(1.0, "Logits are divided by it, here and in the trainer; 0 is greedy.", low=0.0)
+    top_p: float = option(1.0, "Keep the likeliest tokens that have this mass together; 1 is off.", above=0, high=1)
     top_k: int = option(0, "Keep this many likeliest tokens; 0 is off.", low=0)
-    min_p: float = option(
-        0.0, "Keep tokens at least this likely relative to the likeliest; 0 is off.", low=0, high=1
-    )
-    stop: tuple[str, ...] = option(
-        (), "Strings that end a completion; the text is cut before them, the ids are not."
-    )
+    min_p: float = option(0.0, "Keep tokens at least this likely relative to the likeliest; 0 is off.", low=0, high=1)
+    stop: tuple[str, ...] = option((), "Strings that end a completion; the text is cut before them, the ids are not.")
     ignore_eos: bool = option(False, "Go on after an end of sequence, to max_new_tokens (for benchmarks).")
     num_slots: int = option(64, "Sequences decoded at once by each replica.", low=1)
     page_size: int = option(16, "Tokens of one page of the key/value cache.", low=1, unit="tokens")
-    num_pages: int = option(
-        0, "Pages of each replica; 0: enough for all slots at full length.", low=0, unit="pages"
-    )
-    tokens_per_dispatch: int = option(
-        16, "Tokens decoded per slot before the host looks again.", low=1, unit="tokens"
-    )
-    prefill_tokens: int = option(
-        2048, "Prompt tokens processed at once by each replica.", low=1, unit="tokens"
-    )
-    attention: str = option(
-        "auto", "Implementation of the paged attention; a named one that can't run is an error."
-    )
+    num_pages: int = option(0, "Pages of each replica; 0: enough for all slots at full length.", low=0, unit="pages")
+    tokens_per_dispatch: int = option(16, "Tokens decoded per slot before the host looks again.", low=1, unit="tokens")
+    prefill_tokens: int = option(2048, "Prompt tokens processed at once by each replica.", low=1, unit="tokens")
+    attention: str = option("auto", "Implementation of the paged attention; a named one that can't run is an error.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,9 +182,7 @@ class OptimizerConfig:
     weight_decay: float = option(0.01, "Decoupled, of matrices only.", low=0.0)
     warmup_steps: int = option(0, "Updates in which the learning rate rises from 0.", low=0, unit="updates")
     schedule: str = option("constant", "After the warm-up.", choices=("constant", "cosine", "linear"))
-    final_fraction: float = option(
-        0.1, "Of the learning rate, at the end of cosine and linear.", low=0.0, high=1.0
-    )
+    final_fraction: float = option(0.1, "Of the learning rate, at the end of cosine and linear.", low=0.0, high=1.0)
     clip_norm: float = option(1.0, "Largest global gradient norm; 0 is off.", low=0.0)
 
 
@@ -236,18 +212,14 @@ class MeshConfig:
     data: int = option(1, "Replicas of everything.", low=-1, unit="devices")
     fsdp: int = option(-1, "Shards of parameters and optimizer state.", low=-1, unit="devices")
     tensor: int = option(1, "Shards of each matrix; divides the numbers of heads.", low=-1, unit="devices")
-    pipeline: int = option(
-        1, "Stages of layers. Must be 1: pipelines are not supported yet.", low=-1, unit="devices"
-    )
+    pipeline: int = option(1, "Stages of layers. Must be 1: pipelines are not supported yet.", low=-1, unit="devices")
 
 
 @dataclasses.dataclass(frozen=True)
 class HybridEngineConfig:
     """How parameters move between the training and the generation layout."""
 
-    bucket_bytes: int = option(
-        256 * 2**20, "Bytes moved at once: bounds the extra memory.", low=1, unit="bytes"
-    )
+    bucket_bytes: int = option(256 * 2**20, "Bytes moved at once: bounds the extra memory.", low=1, unit="bytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,9 +228,7 @@ class CheckpointConfig:
 
     every_steps: int = option(50, "0 saves at the end only.", low=0, unit="steps")
     keep: int = option(2, "Latest checkpoints kept.", low=1)
-    best_metric: str = option(
-        "eval/accuracy", "The checkpoint where it is highest is kept too; empty: none is."
-    )
+    best_metric: str = option("eval/accuracy", "The checkpoint where it is highest is kept too; empty: none is.")
     save_final: bool = option(True, "Save after the last step.")
 
 
@@ -295,9 +265,7 @@ class RunConfig:
     """A whole run. Frozen and complete: what ``resolve`` returns has every derived value filled in."""
 
     seed: int = option(0, "Everything random follows from it.", low=0, high=2**32 - 1)
-    num_steps: int = option(
-        100, "Rollout batches to train on; 0 means data.num_epochs passes.", low=0, unit="steps"
-    )
+    num_steps: int = option(100, "Rollout batches to train on; 0 means data.num_epochs passes.", low=0, unit="steps")
     train_batch_size: int = option(64, "Prompts of one step.", low=1, unit="prompts")
     dtype: str = option(
         "auto",
@@ -327,9 +295,9 @@ class RunConfig:
 def default_config(algorithm: str = "grpo") -> ConfigDict:
     """The defaults as an editable ``ConfigDict``, the start of every ``get_config()``.
 
-    ``algorithm`` holds only its name: options set on it are kept, the rest come from that algorithm's defaults. So
-    ``--config.algorithm.name=…`` changes the algorithm without leaving another one's options behind. Nothing is
-    checked here; ``resolve`` does, and knows the full path of every key.
+    ``algorithm`` holds only its name: options set on it are kept, the rest come from that algorithm's
+    defaults. So ``--config.algorithm.name=…`` changes the algorithm without leaving another one's options
+    behind. Nothing is checked here; ``resolve`` does, and knows the full path of every key.
     """
     from ml_collections import ConfigDict
 
@@ -353,7 +321,8 @@ def resolve(config: ConfigDict | Mapping[str, Any], device_count: int | None = N
       device_count: how many devices the mesh must cover; None leaves a -1 of the mesh for ``with_mesh``.
 
     Raises:
-      UserError: one paragraph per mistake: unknown keys, wrong types, ranges, options that exclude each other.
+      UserError: one paragraph per mistake: unknown keys, wrong types, ranges, options that exclude each
+      other.
     """
     from jaxrl_llm import validation
 
@@ -389,7 +358,8 @@ def check_against_model(config: RunConfig, model_config: Any, tokenizer: Any) ->
       tokenizer: the tokenizer that encodes the prompts.
 
     Raises:
-      UserError: prompt and response don't fit the context, ``mesh.tensor`` doesn't divide the heads, or an end or
+      UserError: prompt and response don't fit the context, ``mesh.tensor`` doesn't divide the heads, or an
+      end or
         padding id is missing or outside the vocabulary.
     """
     from jaxrl_llm import validation
@@ -399,7 +369,8 @@ def check_against_model(config: RunConfig, model_config: Any, tokenizer: Any) ->
 
 @dataclasses.dataclass(frozen=True)
 class StepCounts:
-    """What a run of some length amounts to. A step is one batch of prompts, generated (or read) and trained on."""
+    """What a run of some length amounts to. A step is one batch of prompts, generated (or read) and trained
+    on."""
 
     steps_per_epoch: int
     total_steps: int
@@ -421,6 +392,27 @@ def step_counts(config: RunConfig, num_rows: int) -> StepCounts:
     total = config.num_steps or steps_per_epoch * config.data.num_epochs
     mini_batches = config.train_batch_size // (config.training.mini_batch_size or config.train_batch_size)
     return StepCounts(steps_per_epoch, total, total * mini_batches * config.training.epochs)
+
+
+def option_type(path: str, algorithm: str) -> Any:
+    """The type of the option at a dotted path: a class, ``tuple[X, ...]``, or Any in a free-form dict.
+
+    Args:
+      algorithm: whose options stand in the group ``algorithm``.
+
+    Raises:
+      UserError: there is no such option.
+    """
+    group, _, rest = path.partition(".")
+    if group != "algorithm" or rest in ("", "name"):
+        return str if rest == "name" and group == "algorithm" else options.annotation_at(RunConfig, path)
+    entry = AlgorithmSection.from_mapping({"name": algorithm}, group, RunConfig)
+    return options.annotation_at(type(entry.options), rest, group, RunConfig)
+
+
+def describe_options() -> Iterator[tuple[str, str]]:
+    """Every option as (dotted path, one line about it), for ``--help_options``."""
+    return options.describe(RunConfig)
 
 
 def save(config: RunConfig, path: str | os.PathLike[str]) -> None:

@@ -1,7 +1,8 @@
 """Turns plain dicts into frozen dataclasses of options, and names every mistake on the way.
 
-An option is a dataclass field made by ``option``: its type is the annotation; default, unit, range, choices and what
-it does are in the field. Here is the only code that reads them, so an option is never checked in two places.
+An option is a dataclass field made by ``option``: its type is the annotation; default, unit, range, choices
+and what it does are in the field. Here is the only code that reads them, so an option is never checked in two
+places.
 """
 
 from __future__ import annotations
@@ -69,13 +70,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def unknown_option(path: str, name: str, known: Iterable[str], root: type) -> UserError:
     """The error for an unknown key ``name`` in the group ``path``.
 
-    The nearest name is looked for in the group and, since an option is easily put in the wrong group, below ``root``.
+    The nearest name is looked for in the group and, since an option is easily put in the wrong group, below
+    ``root``.
     """
     siblings = sorted(known)
     near, near_ratio = _closest(name, {sibling: _join(path, sibling) for sibling in siblings})
-    far, far_ratio = _closest(
-        name, {option_path.split(".")[-1]: option_path for option_path, _ in describe(root)}
-    )
+    far, far_ratio = _closest(name, {option_path.split(".")[-1]: option_path for option_path, _ in describe(root)})
     best = far if far_ratio > near_ratio else near
     hint = f" Did you mean {best!r}?" if best else ""
     return UserError(
@@ -130,29 +130,29 @@ def to_dict(section: Any) -> dict[str, Any]:
     return {field.name: _plain(getattr(section, field.name)) for field in dataclasses.fields(section)}
 
 
-def annotation_at(section: type, path: list[str]) -> tuple[Any, str]:
-    """The type of the option at ``path`` below ``section``, and the dotted path itself.
+def annotation_at(section: type, path: str, group: str = "", root: type | None = None) -> Any:
+    """The type of the option at the dotted ``path`` below ``section``: a class, ``tuple[X, ...]``, a section, or
+    Any in a free-form dict.
 
-    The type is a class, ``tuple[X, ...]`` or, in a free-form dict, ``Any``.
+    Args:
+      group: where ``section`` itself stands, and ``root`` the outermost section, for messages.
 
     Raises:
       UserError: there is no such option.
     """
     annotation: Any = section
-    for depth, key in enumerate(path):
-        here = ".".join(path[:depth])
-        if annotation is Any:
-            return Any, ".".join(path)
+    for key in path.split("."):
         if typing.get_origin(annotation) is dict:
             annotation = typing.get_args(annotation)[1]
-            continue
-        if not dataclasses.is_dataclass(annotation):
-            raise UserError(f"Unknown option {'.'.join(path)!r}: {here} is a single value and has no parts.")
-        hints = typing.get_type_hints(annotation)
-        if key not in hints:
-            raise unknown_option(here, key, hints, section)
-        annotation = hints[key]
-    return annotation, ".".join(path)
+        elif dataclasses.is_dataclass(annotation):
+            hints = typing.get_type_hints(annotation)
+            if key not in hints:
+                raise unknown_option(group, key, hints, root or section)
+            annotation = hints[key]
+        elif annotation is not Any:
+            raise UserError(f"Unknown option '{_join(group, key)}': {group} is a single value, not a group.")
+        group = _join(group, key)
+    return annotation
 
 
 def describe(section: type, path: str = "") -> Iterator[tuple[str, str]]:
@@ -235,7 +235,8 @@ def _check_range(value: Any, metadata: Mapping[str, Any], path: str) -> None:
 
 
 def _json_value(value: Any, path: str, root: type) -> Any:
-    """Values of a free-form dict, as they come back from JSON, so that a saved configuration equals a loaded one."""
+    """Values of a free-form dict, as they come back from JSON, so that a saved configuration equals a loaded
+    one."""
     if isinstance(value, Mapping):
         return _convert_dict(Any, value, path, root)
     if isinstance(value, (list, tuple)):
@@ -263,9 +264,7 @@ def _allowed(metadata: Mapping[str, Any]) -> str:
         if metadata.get(key) is not None:
             parts.append(f"{sign} {metadata[key]:g}")
     text = " and ".join(parts)
-    return (
-        f"{text} ({metadata['unit']})" if metadata.get("unit") and text else text or metadata.get("unit", "")
-    )
+    return f"{text} ({metadata['unit']})" if metadata.get("unit") and text else text or metadata.get("unit", "")
 
 
 def _annotation_name(annotation: Any) -> str:

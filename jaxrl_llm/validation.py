@@ -18,7 +18,8 @@ _LOG = logging.getLogger("jaxrl_llm")
 
 
 def refuse_or_warn(problems: Iterable[Problem]) -> None:
-    """Logs the warnings, then raises one UserError that holds every error, so that none is found a run later."""
+    """Logs the warnings, then raises one UserError that holds every error, so that none is found a run
+    later."""
     errors = []
     for severity, message in problems:
         if severity == "error":
@@ -30,7 +31,8 @@ def refuse_or_warn(problems: Iterable[Problem]) -> None:
 
 
 def conflicts(config: RunConfig) -> Iterator[Problem]:
-    """Options of ``config`` that exclude each other or can't be meant, judged without model, data or devices."""
+    """Options of ``config`` that exclude each other or can't be meant, judged without model, data or
+    devices."""
     yield from _model_conflicts(config)
     yield from _batch_conflicts(config)
     yield from _rollout_conflicts(config)
@@ -40,12 +42,6 @@ def conflicts(config: RunConfig) -> Iterator[Problem]:
             "error",
             f"mesh.pipeline = {config.mesh.pipeline}: pipelines are not supported yet; set it to 1.",
         )
-    for name, reward in config.rewards.items():
-        if not reward.function:
-            yield (
-                "error",
-                f"rewards.{name}.function is empty: name a built-in reward, 'module:function' or 'path.py:function'.",
-            )
     validate = _algorithms()[config.algorithm.name].validate
     yield from validate(config.algorithm.options, config)
 
@@ -55,7 +51,8 @@ def _model_conflicts(config: RunConfig) -> Iterator[Problem]:
     if model.path and model.architecture:
         yield (
             "error",
-            f"model.path = {model.path!r} and model.architecture are both set: one loads a model, the other makes "
+            f"model.path = {model.path!r} and model.architecture are both set: one loads a model, the other "
+            "makes "
             "a new one. Set only one of them.",
         )
     if not model.path and not model.architecture:
@@ -81,20 +78,23 @@ def _batch_conflicts(config: RunConfig) -> Iterator[Problem]:
         divisors = [d for d in range(1, batch + 1) if batch % d == 0]
         yield (
             "error",
-            f"training.mini_batch_size = {mini} does not divide train_batch_size = {batch}, so updates would differ "
+            f"training.mini_batch_size = {mini} does not divide train_batch_size = {batch}, so updates would "
+            "differ "
             f"in size. Allowed: {', '.join(map(str, divisors))}.",
         )
     if bool(config.num_steps) == bool(config.data.num_epochs):
         yield (
             "error",
-            f"num_steps = {config.num_steps} and data.num_epochs = {config.data.num_epochs}: exactly one of them "
+            f"num_steps = {config.num_steps} and data.num_epochs = {config.data.num_epochs}: exactly one of "
+            "them "
             "must be positive, the other 0, since each says how long the run is.",
         )
     updates = config.num_steps * (batch // mini if mini else 1) * config.training.epochs
     if config.num_steps and config.optimizer.warmup_steps > updates:
         yield (
             "warning",
-            f"optimizer.warmup_steps = {config.optimizer.warmup_steps} is more than the {updates} updates of this "
+            f"optimizer.warmup_steps = {config.optimizer.warmup_steps} is more than the {updates} updates of "
+            "this "
             "run: the learning rate never reaches optimizer.learning_rate.",
         )
 
@@ -105,7 +105,8 @@ def _rollout_conflicts(config: RunConfig) -> Iterator[Problem]:
         if group.temperature == 0 and group.samples_per_prompt > 1:
             yield (
                 "error",
-                f"{name}.temperature = 0 with {name}.samples_per_prompt = {group.samples_per_prompt}: greedy samples "
+                f"{name}.temperature = 0 with {name}.samples_per_prompt = {group.samples_per_prompt}: greedy "
+                "samples "
                 "of one prompt are all equal. Raise the temperature or draw one sample.",
             )
     if rollout.min_new_tokens > rollout.max_new_tokens:
@@ -121,12 +122,11 @@ def _rollout_conflicts(config: RunConfig) -> Iterator[Problem]:
         )
     filters = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
     if any(filters.values()):
-        used = " and ".join(
-            f"rollout.{name} = {getattr(rollout, name)}" for name, on in filters.items() if on
-        )
+        used = " and ".join(f"rollout.{name} = {getattr(rollout, name)}" for name, on in filters.items() if on)
         yield (
             "warning",
-            f"{used}: completions come from a truncated distribution, while log-probabilities, ratios and KL are of "
+            f"{used}: completions come from a truncated distribution, while log-probabilities, ratios and KL "
+            "are of "
             "the full one, so the policy gradient is biased.",
         )
 
@@ -147,15 +147,18 @@ def _length_conflicts(config: RunConfig) -> Iterator[Problem]:
     if training.micro_batch_tokens < row_tokens:
         yield (
             "error",
-            f"training.micro_batch_tokens = {training.micro_batch_tokens} is less than one row of {row_tokens} "
+            f"training.micro_batch_tokens = {training.micro_batch_tokens} is less than one row of "
+            f"{row_tokens} "
             f"tokens ({sum_text}). Raise it, or shorten prompts or responses.",
         )
     pool = rollout.num_pages * rollout.page_size
     if rollout.num_pages and pool < longest:
         yield (
             "error",
-            f"rollout.num_pages × rollout.page_size = {rollout.num_pages} × {rollout.page_size} = {pool} tokens can't "
-            f"hold one full sequence: {sum_text}. At least {math.ceil(longest / rollout.page_size)} pages are needed.",
+            f"rollout.num_pages × rollout.page_size = {rollout.num_pages} × {rollout.page_size} = {pool} "
+            "tokens can't "
+            f"hold one full sequence: {sum_text}. At least {math.ceil(longest / rollout.page_size)} pages "
+            "are needed.",
         )
 
 
@@ -169,9 +172,7 @@ def fit_mesh(mesh: MeshConfig, device_count: int) -> MeshConfig:
     text = ", ".join(f"mesh.{axis} = {size}" for axis, size in sizes.items())
     free = [axis for axis, size in sizes.items() if size == -1]
     if 0 in sizes.values():
-        raise UserError(
-            f"{text}: a size of 0 is not allowed; use a positive number, or -1 once for the rest."
-        )
+        raise UserError(f"{text}: a size of 0 is not allowed; use a positive number, or -1 once for the rest.")
     if len(free) > 1:
         raise UserError(f"{text}: only one size may be -1. {_factorisations(mesh, device_count)}")
     fixed = math.prod(size for size in sizes.values() if size != -1)
@@ -179,12 +180,8 @@ def fit_mesh(mesh: MeshConfig, device_count: int) -> MeshConfig:
         return dataclasses.replace(mesh, **{free[0]: device_count // fixed})
     if not free and fixed == device_count:
         return mesh
-    relation = (
-        f"{fixed} does not divide {device_count}" if free else f"the product is {fixed}, not {device_count}"
-    )
-    raise UserError(
-        f"{text}: there are {device_count} devices, and {relation}. {_factorisations(mesh, device_count)}"
-    )
+    relation = f"{fixed} does not divide {device_count}" if free else f"the product is {fixed}, not {device_count}"
+    raise UserError(f"{text}: there are {device_count} devices, and {relation}. {_factorisations(mesh, device_count)}")
 
 
 def _factorisations(mesh: MeshConfig, device_count: int) -> str:
@@ -208,16 +205,16 @@ def model_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Ite
     if prompt + response > model_config.max_position:
         yield (
             "error",
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {response} = {prompt + response} exceeds "
-            f"the context of {model_config.max_position} tokens of the model {config.model.path!r}. Lower one of them.",
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {response} = {prompt + response} "
+            "exceeds "
+            f"the context of {model_config.max_position} tokens of the model {config.model.path!r}. Lower "
+            "one of them.",
         )
     for name, heads in (("query", model_config.num_heads), ("key/value", model_config.num_kv_heads)):
         tensor = config.mesh.tensor
         if tensor > 0 and heads % tensor:
             allowed = [
-                d
-                for d in range(1, heads + 1)
-                if model_config.num_heads % d == 0 == model_config.num_kv_heads % d
+                d for d in range(1, heads + 1) if model_config.num_heads % d == 0 == model_config.num_kv_heads % d
             ]
             yield (
                 "error",
@@ -232,7 +229,8 @@ def _special_id_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) 
     if len(tokenizer) > vocabulary:
         yield (
             "error",
-            f"The tokenizer {config.tokenizer.path!r} has {len(tokenizer)} tokens but the model only {vocabulary} "
+            f"The tokenizer {config.tokenizer.path!r} has {len(tokenizer)} tokens but the model only "
+            f"{vocabulary} "
             "vocabulary rows: they don't belong together.",
         )
     ends = tuple(model_config.eos_token_ids)
@@ -247,6 +245,7 @@ def _special_id_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) 
             if not 0 <= token_id < vocabulary:
                 yield (
                     "error",
-                    f"The {kind} id {token_id} of the model {config.model.path!r} is outside its vocabulary of "
+                    f"The {kind} id {token_id} of the model {config.model.path!r} is outside its vocabulary "
+                    "of "
                     f"{vocabulary} rows. Correct its config.json or tokenizer.",
                 )

@@ -8,13 +8,12 @@ import pathlib
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = (
-    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-)
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the network
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["MPLBACKEND"] = "Agg"
-# Compiling is most of the suite's time. The cache is on disk, so that a second run is fast; a variable moves it.
+# Compiling is most of the suite's time. The cache is on disk, so that a second run is fast; a variable moves
+# it.
 os.environ.setdefault(
     "JAX_COMPILATION_CACHE_DIR",
     str(pathlib.Path(tempfile.gettempdir()) / f"jaxrl_llm_test_cache_{os.getuid()}"),
@@ -24,8 +23,8 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 from jaxtyping import install_import_hook
 
-# Every annotation of the two packages is checked at each call: shapes, dtypes and plain types. As for a type checker,
-# an int passes where a float is expected.
+# Every annotation of the two packages is checked at each call: shapes, dtypes and plain types. As for a type
+# checker, an int passes where a float is expected.
 install_import_hook(
     ["jaxrl_llm", "jaxrl_kernels"], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 )

@@ -1,0 +1,95 @@
+"""``metrics.jsonl`` and TensorBoard events: one line per step, appended, never rewritten."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class MetricsLog:
+    """Appends the metrics of each step to a work folder; a resumed run goes on in the same files.
+
+    Only one process of a run may have one. A step that was done again is written again; ``read_metrics`` then takes
+    the later line, and TensorBoard hides the earlier points by the purge step of the resumed run.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], *, first_step: int = 0):
+        """Opens the files, and makes the folder where needed.
+
+        Args:
+          first_step: the next step to be written: TensorBoard drops what a killed run wrote from there on.
+        """
+        folder = pathlib.Path(workdir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file = open_for_lines(folder / METRICS_FILE)
+        self._events = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step or None, flush_secs=10)
+
+    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Appends one line; a value that is not finite is written as null, since JSON has no other word for it."""
+        values = {name: float(value) for name, value in metrics.items()}
+        write_line(self._file, {"step": step, **{name: _finite(value) for name, value in values.items()}})
+        for name, value in values.items():
+            if math.isfinite(value):
+                self._events.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes out what is buffered."""
+        self._file.close()
+        self._events.close()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
+    """The steps of a run in order, each with its ``step`` and metrics; null comes back as NaN.
+
+    Of several lines for one step (a step done again after a resume) the last one counts. A line cut off by a crash is
+    left out.
+    """
+    path = pathlib.Path(workdir) / METRICS_FILE
+    rows: dict[int, dict[str, float]] = {}
+    for row in read_lines(path):
+        rows[row["step"]] = {name: math.nan if value is None else value for name, value in row.items()}
+    return [rows[step] for step in sorted(rows)]
+
+
+def open_for_lines(path: pathlib.Path) -> Any:
+    """Opens a file to append JSON lines, after ending a line that a crash cut off."""
+    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a reader sees whole lines at once
+    if torn:
+        file.write("\n")
+    return file
+
+
+def write_line(file: Any, record: Mapping[str, Any]) -> None:
+    """Appends one JSON object; values that JSON doesn't know (an answer of any type) become their text."""
+    file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+
+
+def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
+    """Every complete JSON line of a file."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue  # cut off by a crash: `open_for_lines` ended it, and its step was done again
+    return rows
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,94 @@
+"""The progress of a run: a live bar in a terminal, plain lines elsewhere (log files, notebooks)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as RichProgress
+
+_SHOWN = (
+    ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "loss/total", "{:.3f}"),
+    ("KL", "kl/mean", "{:.4f}"),
+    ("accuracy", "eval/accuracy", "{:.3f}"),
+    ("tokens/s", "perf/generation_tokens_per_s", "{:,.0f}"),
+)
+SECONDS_BETWEEN_LINES = 2.0
+
+
+class Progress:
+    """Shows step, reward, KL, tokens/s and time left. A context manager; ``update`` after each step."""
+
+    def __init__(self, num_steps: int, first_step: int = 0, *, console: Console | None = None):
+        """
+        Args:
+          num_steps: steps of the whole run.
+          first_step: how many of them are done already (a resumed run).
+          console: where to show; standard error by default, so that standard output stays for results.
+        """
+        self._console = console or Console(stderr=True)
+        self._num_steps, self._first_step = num_steps, first_step
+        self._started = time.monotonic()
+        self._last_line = -math.inf
+        # rich's live display needs ipywidgets in a notebook; lines work everywhere.
+        self._live = self._console.is_terminal and not self._console.is_jupyter
+        self._bar = RichProgress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TextColumn("·"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task("", total=num_steps, completed=first_step, text="")
+
+    def update(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Shows that ``step`` steps are done, with their last metrics."""
+        text = describe(metrics)
+        if self._live:
+            self._bar.update(self._task, completed=step, text=text)
+            return
+        now = time.monotonic()
+        if now - self._last_line >= SECONDS_BETWEEN_LINES or step == self._num_steps:
+            self._last_line = now
+            self._console.print(f"step {step}/{self._num_steps}  {text}  {self._left(step, now)}", highlight=False)
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._bar.stop()
+
+    def _left(self, step: int, now: float) -> str:
+        done = step - self._first_step
+        if done <= 0:
+            return ""
+        seconds = (now - self._started) / done * (self._num_steps - step)
+        return f"{int(seconds // 60)}:{int(seconds % 60):02d} left"
+
+
+def describe(metrics: Mapping[str, Any]) -> str:
+    """The figures worth watching, in one line: those of ``metrics`` that are there and finite."""
+    parts = []
+    for label, name, form in _SHOWN:
+        value = metrics.get(name)
+        if value is not None and math.isfinite(value):
+            parts.append(f"{label} {form.format(value)}")
+    return "  ".join(parts)

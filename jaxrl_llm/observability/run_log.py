@@ -1,0 +1,78 @@
+"""Everything a run tells while it goes, in one place: files, progress, the picture and the summary at the end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from jaxrl_llm.observability import curve, metrics, samples
+from jaxrl_llm.observability.progress import Progress
+from jaxrl_llm.observability.summary import print_summary
+from jaxrl_llm.observability.timing import CompileCounter, peak_memory_bytes
+from jaxrl_llm.types import Rollouts
+
+
+class RunLog:
+    """The log of one run. Every process makes one and calls the same methods; only process 0 writes and shows.
+
+    Args:
+      workdir: the run's folder; None keeps nothing on disk.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str] | None):
+        self._folder = None if workdir is None or jax.process_index() else pathlib.Path(workdir)
+        self._compiles = CompileCounter()
+        self._files = contextlib.ExitStack()
+        self._metrics: metrics.MetricsLog | None = None
+        self._samples: samples.SamplesLog | None = None
+        self._progress: Progress | None = None
+
+    @contextlib.contextmanager
+    def progress(self, num_steps: int, first_step: int = 0) -> Iterator[None]:
+        """Shows the progress of a run while inside; ``first_step`` steps are done already."""
+        if jax.process_index():
+            yield
+            return
+        with Progress(num_steps, first_step) as self._progress:
+            try:
+                yield
+            finally:
+                self._progress = None
+
+    def write(self, step: int, values: Mapping[str, Any], rollouts: Rollouts | None = None) -> None:
+        """Records a step's metrics and samples, and shows them."""
+        if self._progress is not None:
+            self._progress.update(step, values)
+        if self._folder is None:
+            return
+        if self._metrics is None or self._samples is None:  # files appear with the first step, not with the object
+            self._metrics = self._files.enter_context(metrics.MetricsLog(self._folder, first_step=step))
+            self._samples = self._files.enter_context(samples.SamplesLog(self._folder))
+        self._metrics.write(step, values)
+        if rollouts is not None:
+            self._samples.write(step, rollouts)
+
+    def machine_metrics(self) -> dict[str, float]:
+        """Programs compiled since the last call, and the peak memory so far."""
+        return {**self._compiles.take(), "memory/peak_bytes": float(peak_memory_bytes())}
+
+    def summary(self, num_steps: int) -> None:
+        """Draws the learning curve and prints the summary of a run of ``num_steps``, from what its folder holds."""
+        if self._folder is None or not (self._folder / metrics.METRICS_FILE).exists():
+            return
+        rows = metrics.read_metrics(self._folder)
+        drawn = curve.plot_learning_curve(rows, self._folder / curve.CURVE_FILE, title=self._folder.name)
+        files = {"folder": str(self._folder)}
+        if drawn is not None:
+            files["picture"] = drawn.name
+        print_summary(rows, num_steps, files)
+
+    def close(self) -> None:
+        """Writes out what is buffered."""
+        self._compiles.close()
+        self._files.close()
