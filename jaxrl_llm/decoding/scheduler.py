@@ -142,7 +142,7 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plans the next round; at least one sample runs while any is unfinished."""
         replicas = range(len(self.allocators))
-        plan = Plan([[] for _ in replicas], [[] for _ in replicas], self.running)
+        plan = Plan([[] for _ in replicas], [[] for _ in replicas], running=[])
         # Samples are spread evenly: a replica takes more only while it has less than its share.
         share = min(self.num_slots, -(-self.num_unfinished // len(replicas)))
         # Pages let go during admission may still be the source of a copy in this plan: freed at its end.
@@ -156,6 +156,7 @@ class Scheduler:
             self.allocators[replica].release(pages)
         if self.num_unfinished and not any(self.running):
             raise RuntimeError("the scheduler made no progress: the KV pool is too small for one sample")
+        plan.running = [list(samples) for samples in self.running]
         return plan
 
     def finish(self, replica: int) -> list[Sample]:
