@@ -133,7 +133,11 @@ class Trainer:
             raise UserError(
                 "data.train is empty: training needs a file of prompts (.jsonl, .parquet) or builtin:NAME/SPLIT."
             )
-        self.restore()
+        if self.restore() and self.step_index >= self.total_steps:
+            raise UserError(
+                f"The run in {self.workdir.path if self.workdir else None} is complete: {self.step_index} of {self.total_steps} steps are done, so "
+                "there is nothing to train. Raise num_steps to go on, or choose another --workdir to start again."
+            )
         metrics: dict[str, float] = {}
         with self._sigterm(), self.log.progress(self.total_steps, self.step_index):
             if self.step_index == 0 and self.config.eval.before:
@@ -328,7 +332,7 @@ class Trainer:
         """Continues from a checkpoint of the work folder, the newest by default; False if there is none.
 
         Raises:
-          UserError: all steps of the run are already done.
+          UserError: the checkpoint is of another model, algorithm or data set, or is damaged.
         """
         if self.checkpoints is None or self.checkpoints.latest_step() is None:
             return False

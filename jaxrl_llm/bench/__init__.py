@@ -1,0 +1,1 @@
+"""Benchmarks: ``python -m jaxrl_llm.bench``."""

