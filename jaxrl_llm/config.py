@@ -25,7 +25,7 @@ import json
 import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import options
@@ -103,14 +103,7 @@ class AlgorithmSection:
         if name not in algorithms:
             raise UserError(f"{path}.name = {name!r} is not an algorithm.{options.nearest(str(name), algorithms)}")
         own = {key: value for key, value in values.items() if key != "name"}
-        for key in own:
-            owners = [other for other, entry in algorithms.items() if key in _field_names(entry.options)]
-            if owners and name not in owners:
-                raise UserError(
-                    f"{path}.{key} is an option of {', '.join(owners)}, not of {path}.name = {name!r}. "
-                    "Options of "
-                    f"{name}: {', '.join(sorted(_field_names(algorithms[name].options))) or 'none'}."
-                )
+        _refuse_foreign(name, own, path)
         return cls(name, options.build(algorithms[name].options, own, path, root))
 
     @classmethod
@@ -407,6 +400,7 @@ def option_type(path: str, algorithm: str) -> Any:
     if group != "algorithm" or rest in ("", "name"):
         return str if rest == "name" and group == "algorithm" else options.annotation_at(RunConfig, path)
     entry = AlgorithmSection.from_mapping({"name": algorithm}, group, RunConfig)
+    _refuse_foreign(algorithm, [rest.partition(".")[0]], group)
     return options.annotation_at(type(entry.options), rest, group, RunConfig)
 
 
@@ -441,6 +435,19 @@ def _algorithms() -> Mapping[str, Any]:
     )  # not at the top: algorithms declare their options with `option`
 
     return ALGORITHMS
+
+
+def _refuse_foreign(name: str, keys: Iterable[str], path: str) -> None:
+    """Refuses options of other algorithms by telling whose they are."""
+    algorithms = _algorithms()
+    for key in keys:
+        owners = [other for other, entry in algorithms.items() if key in _field_names(entry.options)]
+        if owners and name not in owners:
+            own = ", ".join(sorted(_field_names(algorithms[name].options))) or "none"
+            raise UserError(
+                f"{path}.{key} is an option of {', '.join(owners)}, not of {path}.name = {name!r}. Remove it, or "
+                f"change the name. Options of {name}: {own}."
+            )
 
 
 def _field_names(section: type) -> set[str]:
