@@ -48,10 +48,7 @@ def row_attention(
         weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
         return jnp.einsum("rkgts,rksh->rkgth", weights, values)
 
-    if num_tokens <= QUERY_CHUNK_TOKENS:
-        attended = attend(queries, 0)
-    else:
-        attended = _in_query_chunks(attend, queries)
+    attended = attend(queries, 0) if num_tokens <= QUERY_CHUNK_TOKENS else _in_query_chunks(attend, queries)
     return attended.transpose(0, 3, 1, 2, 4).reshape(q.shape)
 
 

@@ -186,7 +186,7 @@ class Decoder:
     def generation_hidden(
         self, gen_params: Params, tokens: Int[Array, "*n"], positions: Int[Array, "*n"], attend: Attend
     ) -> Float[Array, "*n D"]:
-        """Hidden states after the final norm of tokens in any arrangement: ``[slots]`` in decode, ``[b, T]`` in prefill.
+        """Hidden states after the final norm; tokens in any arrangement: ``[slots]`` in decode, ``[b, T]`` in prefill.
 
         ``attend`` is called once per layer, in order, and owns the cache: it writes k and v and returns what the
         queries read, scaled by ``config.scale`` and within ``config.windows[layer]``.

@@ -36,7 +36,7 @@ LAYER_TENSORS = {
 
 
 def open_gguf(path: Path) -> Any:
-    """The file's ``gguf.GGUFReader``, memory-mapped; the last one opened is kept, as reading its header takes a second."""
+    """The file's ``gguf.GGUFReader``, memory-mapped. The last one is kept: reading a header takes a second or two."""
     return _open(str(path), path.stat().st_mtime_ns)
 
 
@@ -83,7 +83,8 @@ def gguf_hf_config(path: Path) -> dict[str, Any]:
     head_size = field("attention.key_length", field("embedding_length") // heads)
     if field("rope.dimension_count", head_size) != head_size:
         raise UserError(
-            f"{path} rotates {field('rope.dimension_count')} of {head_size} dimensions of a head; only all can be."
+            f"{path} rotates {field('rope.dimension_count')} of a head's {head_size} dimensions; only models "
+            "that rotate all of them are supported. Choose another model."
         )
     names = {tensor.name for tensor in reader.tensors}
     return {

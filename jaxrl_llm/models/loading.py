@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from jaxrl_llm.types import Params
 __all__ = ["init_model", "load_config", "load_model", "resolve_path"]
 
 
+@runtime_checkable
 class Tensors(Protocol):
     """Named tensors on disk."""
 
@@ -106,7 +107,10 @@ def init_model(
     layout: Layout | None = None,
     vocab_multiple: int = 1,
 ) -> tuple[Decoder, Params]:
-    """A model from scratch, from a dict with the keys of a Hugging Face ``config.json``; float32, the same on any mesh."""
+    """A model from scratch, from a dict with the keys of a Hugging Face ``config.json``.
+
+    Float32, and the same numbers on any mesh.
+    """
     config = config_from_hf(hf_config, "model.architecture").with_vocab_multiple(vocab_multiple)
     decoder = Decoder(config)
     shardings = None if mesh is None else _shardings(decoder, mesh, layout)
@@ -178,8 +182,8 @@ def _check(tensors: Tensors, rules: tuple[TensorRule, ...], config: ModelConfig)
     listed = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
     if listed:
         raise UserError(
-            f"The weights in {tensors.source} do not fit its config ({config.architecture}, {config.num_layers} layers): "
-            f"{listed}. Check that config.json belongs to these weights and that the files are complete."
+            f"The weights in {tensors.source} do not fit its config ({config.architecture}, {config.num_layers} "
+            f"layers): {listed}. Check that config.json belongs to these weights and that the files are complete."
         )
 
 

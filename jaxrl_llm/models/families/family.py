@@ -81,37 +81,14 @@ class Family:
 
 
 CONSUMED = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "initializer_range",
-        "tie_word_embeddings",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "rope_parameters",
-        "rope_theta",
-        "rope_scaling",
-        "query_pre_attn_scalar",
-        "sliding_window",
-        "use_sliding_window",
-        "max_window_layers",
-        "layer_types",
-        "torch_dtype",
-        "dtype",
-        "transformers_version",
-        "_name_or_path",
-    ]
+    (
+        *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
+        *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings"),
+        *("rms_norm_eps", "initializer_range", "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+        *("rope_parameters", "rope_theta", "rope_scaling", "query_pre_attn_scalar", "sliding_window"),
+        *("use_sliding_window", "max_window_layers", "layer_types"),
+        *("torch_dtype", "dtype", "transformers_version", "_name_or_path"),
+    )
 )
 """Keys that are read, written anew, or say only where the file came from; all others are kept for export."""
 

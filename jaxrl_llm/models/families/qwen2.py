@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115): biases on q, k and v; a window in the upper layers if used."""
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671, arXiv:2412.15115): q, k and v have biases; upper layers may have a window."""
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import ModelConfig

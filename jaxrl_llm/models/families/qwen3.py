@@ -1,4 +1,4 @@
-"""Qwen3, dense (arXiv:2505.09388): RMSNorm on every query and key head, no biases, the head size given by the config."""
+"""Qwen3, dense (arXiv:2505.09388): RMSNorm on every query and key head, no biases, an explicit head size."""
 
 from jaxrl_llm.models.families.family import Family, read_shared
 from jaxrl_llm.models.families.qwen2 import DEFAULTS, qwen_windows, write_qwen_windows

@@ -1,0 +1,154 @@
+"""The chunked projection against the dense reference, its skipping, its sharding and what it never holds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxrl_kernels.token_logprobs import xla
+from jaxrl_kernels.token_logprobs.api import token_logprobs
+from jaxrl_kernels.token_logprobs.cases import CASES, Case
+
+
+def _inputs(case: Case, seed: int = 0):
+    rng = np.random.default_rng(seed)
+    shape = (case.num_rows, case.num_tokens)
+    hidden = jnp.asarray(rng.standard_normal((*shape, case.width)), case.dtype)
+    weight = jnp.asarray(rng.standard_normal((case.weight_rows, case.width)) * 0.3, case.dtype)
+    tokens = jnp.asarray(rng.integers(0, case.vocab_size, shape), jnp.int32)
+    mask = jnp.asarray(rng.random(shape) < case.counted)
+    return hidden, weight, tokens, mask
+
+
+def _value_and_gradient(case: Case, inputs, implementation: str, temperature: float = 0.7):
+    hidden, weight, tokens, mask = inputs
+    wave = jnp.cos(jnp.arange(tokens.size, dtype=jnp.float32)).reshape(tokens.shape)
+
+    @jax.jit
+    def run(hidden, weight):
+        def loss(hidden, weight):
+            logprobs, entropy = token_logprobs(
+                hidden, weight, tokens, mask, temperature, vocab_size=case.vocab_size,
+                chunk_tokens=case.chunk_tokens, implementation=implementation,
+            )  # fmt: skip
+            return (logprobs * wave).sum() + 0.3 * (entropy * wave[::-1]).sum(), (logprobs, entropy)
+
+        return jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(hidden, weight)
+
+    (_, outputs), gradients = run(hidden, weight)
+    return outputs, gradients
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_dense_reference(case):
+    """Value and gradient. Seen to catch: hidden[t] used for token t; the entropy's term left out of the gradient;
+    the division by the temperature left out of the gradient; padded rows of the vocabulary not masked."""
+    inputs = _inputs(case)
+    outputs, gradients = _value_and_gradient(case, inputs, "xla")
+    expected_outputs, expected_gradients = _value_and_gradient(case, inputs, "reference")
+    tolerance = 2e-2 if case.dtype == "bfloat16" else 2e-6
+    for value, expected in zip((*outputs, *gradients), (*expected_outputs, *expected_gradients), strict=True):
+        assert value.dtype == expected.dtype
+        value, expected = np.asarray(value, np.float64), np.asarray(expected, np.float64)
+        assert np.abs(value - expected).max() <= tolerance * max(np.abs(expected).max(), 1.0)
+
+
+def test_gradient_of_the_weight_adds_up_in_float32():
+    """Many chunks of a bfloat16 weight. Seen to catch: the sum over chunks carried in the weight's dtype."""
+    case = Case("many_chunks", 1, 513, 8, 16, 16, 1, 1.0, "bfloat16")
+    inputs = _inputs(case)
+    _, (_, gradient) = _value_and_gradient(case, inputs, "xla")
+    once = Case(**{**vars(case), "chunk_tokens": 513})
+    _, (_, expected) = _value_and_gradient(once, inputs, "xla")
+    gradient, expected = np.asarray(gradient, np.float64), np.asarray(expected, np.float64)
+    assert np.abs(gradient - expected).max() <= 2 * 2**-8 * np.abs(expected).max()
+
+
+def test_values_at_masked_places_are_never_used():
+    """NaN there must reach neither a value nor a gradient. Seen to catch: the selection of hidden states removed."""
+    case = CASES[1]
+    hidden, weight, tokens, mask = _inputs(case)
+    used = jnp.roll(mask, -1, axis=1).at[:, -1].set(False)  # the state before each counted token
+    poisoned = jnp.where(used[:, :, None], hidden, jnp.nan)
+    clean = _value_and_gradient(case, (hidden, weight, tokens, mask), "xla")
+    dirty = _value_and_gradient(case, (poisoned, weight, tokens, mask), "xla")
+    for value, expected in zip(jax.tree.leaves(dirty), jax.tree.leaves(clean), strict=True):
+        np.testing.assert_array_equal(np.asarray(value), np.asarray(expected))
+
+
+def test_per_token_temperature():
+    case = CASES[1]
+    hidden, weight, tokens, mask = _inputs(case)
+    temperature = jnp.linspace(0.5, 1.5, tokens.size, dtype=jnp.float32).reshape(tokens.shape)
+    both = [
+        token_logprobs(hidden, weight, tokens, mask, temperature, chunk_tokens=8, implementation=name)
+        for name in ("xla", "reference")
+    ]
+    np.testing.assert_allclose(np.asarray(both[0]), np.asarray(both[1]), atol=3e-6)
+
+
+@pytest.mark.parametrize(("counted_per_row", "expected"), [((0, 0), 0), ((3, 1), 1), ((5, 2), 2), ((15, 0), 4)])
+def test_chunks_without_a_counted_token_are_skipped(monkeypatch, counted_per_row, expected):
+    """Four places per row and chunk: a row's counted tokens, wherever they stand, fill ceil(n / 4) chunks. Seen to
+    catch: the condition always true; no compaction (sorting by the mask left out)."""
+    runs = []
+    project = xla._logits
+
+    def counting(chunk, weight, vocab_size):
+        jax.debug.callback(lambda: runs.append(1))
+        return project(chunk, weight, vocab_size)
+
+    monkeypatch.setattr(xla, "_logits", counting)
+    case = Case("skipping", 2, 16, 8, 12, 12, 8, 0.0)
+    hidden, weight, tokens, _ = _inputs(case)
+    mask = np.zeros((2, 16), bool)
+    for row, count in enumerate(counted_per_row):
+        mask[row, 16 - count :] = True  # at the end of the row: only compaction brings them into the first chunks
+    jax.block_until_ready(token_logprobs(hidden, weight, tokens, jnp.asarray(mask), 1.0, chunk_tokens=8))
+    jax.effects_barrier()
+    assert len(runs) == expected
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 1), (2, 2, 2), (1, 1, 8)])
+def test_sharded_equals_unsharded(shape):
+    """Rows over data and fsdp, the vocabulary over tensor, width over fsdp. Seen to catch: a per-device count of
+    used chunks (max over the rows of one device only) by an error from the partitioner or other values."""
+    case = Case("sharded", 8, 16, 16, 64, 61, 32, 0.5)
+    hidden, weight, tokens, mask = _inputs(case)
+    expected = _value_and_gradient(case, (hidden, weight, tokens, mask), "xla")
+    mesh = Mesh(np.asarray(jax.devices()[:8]).reshape(shape), ("data", "fsdp", "tensor"))
+
+    def place(value, *spec):
+        return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    rows = ("data", "fsdp")
+    inputs = place(hidden, rows), place(weight, "tensor", "fsdp"), place(tokens, rows), place(mask, rows)
+    actual = _value_and_gradient(case, inputs, "xla")
+    for value, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(value), np.asarray(wanted), atol=5e-6)
+
+
+def test_logits_of_all_tokens_never_exist():
+    """No array of the compiled step has R * T * V entries or more than a chunk's. Seen to catch: one chunk of all."""
+    case = Case("memory", 4, 64, 8, 512, 512, 16, 1.0)
+    hidden, weight, tokens, mask = _inputs(case)
+
+    def loss(hidden, weight):
+        logprobs, entropy = token_logprobs(hidden, weight, tokens, mask, 1.0, chunk_tokens=case.chunk_tokens)
+        return logprobs.sum() + entropy.sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, weight).compile()
+    logits_bytes = case.num_rows * case.num_tokens * case.weight_rows * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < logits_bytes
+
+
+def test_wrong_inputs_are_named():
+    hidden, weight, tokens, mask = _inputs(CASES[0])
+    with pytest.raises(ValueError, match=r"mask must be bool"):
+        token_logprobs(hidden, weight, tokens, mask.astype(jnp.int32), 1.0)
+    with pytest.raises(ValueError, match=r"vocab_size must be in \[1, 40\]"):
+        token_logprobs(hidden, weight, tokens, mask, 1.0, vocab_size=41)
+    with pytest.raises(ValueError, match="implementation is 'pallas'"):
+        token_logprobs(hidden, weight, tokens, mask, 1.0, implementation="pallas")
+    with pytest.raises(ValueError, match=r"weight \[V, D\]"):
+        token_logprobs(hidden, weight.T, tokens, mask, 1.0)
