@@ -95,7 +95,13 @@ class Engine:
         self._seen: set[tuple[Any, ...]] = set()
         self._pools: list[Any] | None = None
         self._build(
-            Programs(decoder, self.intake.num_tokens, rollout.tokens_per_dispatch, attention=rollout.attention)
+            Programs(
+                decoder,
+                num_tokens=self.intake.num_tokens,
+                tokens_per_dispatch=rollout.tokens_per_dispatch,
+                attention=rollout.attention,
+                replica_axes=tuple(axis for axis in REPLICA_AXES if mesh.shape[axis] > 1),
+            )
         )
 
     def _build(self, programs: Programs) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.paged_attention.api import paged_attention
@@ -32,12 +33,14 @@ class Programs:
       num_tokens: ids at or above it are never sampled.
       tokens_per_dispatch: most tokens a decode dispatch makes per row.
       attention: implementation of paged attention.
+      replica_axes: mesh axes over which the programs run manually and have more than one replica.
     """
 
     decoder: Decoder
     num_tokens: int
     tokens_per_dispatch: int
     attention: str
+    replica_axes: tuple[str, ...] = ()
 
     def prefill(self, gen_params: Params, pools: list[Pool], packed: Int[Array, "1 5 T"]) -> list[Pool]:
         """Writes keys and values of the prompts in ``packed`` (see `rows.PrefillRow`). No logits are made."""
@@ -74,19 +77,28 @@ class Programs:
         num_rows = packed.shape[0]
         most = self.tokens_per_dispatch
 
+        def anywhere(active: Array) -> Array:
+            """Whether any replica has an active row. All replicas must leave the loop at the same step: a collective
+            that XLA places in the model may name every device, and would wait for one that has left."""
+            count = jnp.sum(active, dtype=jnp.int32)
+            return (jax.lax.psum(count, self.replica_axes) if self.replica_axes else count) > 0
+
         def unfinished(state: dict[str, Any]) -> Array:
-            return (state["step"] < most) & jnp.any(state["active"])
+            return (state["step"] < most) & state["unfinished"]
 
         def step(state: dict[str, Any]) -> dict[str, Any]:
             sampling = inputs.sampling._replace(generated=state["generated"])
             pools, hidden = self._decode_hidden(gen_params, state, inputs.page_table)
-            logits = self.decoder.logits(gen_params, hidden)
+            # Whole on every device of a tensor group: one all-gather, and none of the dozens of small collectives of a
+            # sampler over a split vocabulary, which may not stand in a branch that only some replicas take.
+            logits = jax.lax.with_sharding_constraint(self.decoder.logits(gen_params, hidden), PartitionSpec())
             token, logprob = sample_tokens(logits, sampling, num_tokens=self.num_tokens)
             active = state["active"]
             generated = state["generated"] + active
             stopped = jnp.any(token[:, None] == sampling.stop_ids, axis=1) | (generated >= inputs.max_tokens)
             return {
                 "step": state["step"] + 1,
+                "unfinished": anywhere(active & ~stopped),
                 "active": active & ~stopped,
                 "token": token,
                 "position": state["position"] + active,
@@ -98,6 +110,7 @@ class Programs:
 
         start = {
             "step": jnp.int32(0),
+            "unfinished": anywhere(inputs.active),
             "active": inputs.active,
             "token": inputs.token,
             "position": inputs.position,
