@@ -1,0 +1,473 @@
+"""Nothing starts that can't finish: every mistake of a configuration is named before a device is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pathlib
+import types
+
+import pytest
+from ml_collections import ConfigDict
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.algorithms import ALGORITHMS
+from jaxrl_llm.config import MeshConfig, RunConfig, default_config, resolve
+from jaxrl_llm.config_file import default_workdir, read_config, split_overrides
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.validation import fit_mesh
+from tests.cases import case
+
+
+def make(**changes) -> ConfigDict:
+    """The defaults with a model, and options by dotted path (dots written as ``__``)."""
+    config = default_config(changes.pop("algorithm", "grpo"))
+    config.model.path = "builtin:tiny_addition"
+    for name, value in changes.items():
+        group = config
+        *parents, last = name.split("__")
+        for parent in parents:
+            group = group[parent]
+        group[last] = value
+    return config
+
+
+def refusal(config: ConfigDict, device_count: int = 8) -> str:
+    with pytest.raises(UserError) as caught:
+        resolve(config, device_count)
+    return str(caught.value)
+
+
+# --- unknown keys, types, ranges ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("learning_rte", "optimizer.learning_rate"),
+        ("algorithm__kl_coeff", "algorithm.kl_coef"),
+        ("rollout__top_P", "rollout.top_p"),
+        ("optimizer__learning_rte", "optimizer.learning_rate"),
+        ("rollout__page_sze", "rollout.page_size"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path: str, nearest: str):
+    """Case G01. Caught: keys not checked below the top level."""
+    assert case("G01")["expected_text"]["result"].startswith("error naming the full path and the nearest")
+    message = refusal(make(**{path: 0.1}))
+    assert f"'{path.replace('__', '.')}'" in message
+    assert f"Did you mean {nearest!r}?" in message
+
+
+def test_an_unknown_key_inside_a_reward_is_refused():
+    message = refusal(make(rewards={"exact": {"function": "exact_match", "wieght": 2.0}}))
+    assert "'rewards.exact.wieght'" in message and "rewards.exact.weight" in message
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "expected"),
+    [
+        ("num_steps", 2.5, "a whole number"),
+        ("num_steps", True, "a whole number"),
+        ("num_steps", "3", "a whole number"),
+        ("optimizer__learning_rate", "1e-5", "a number"),
+        ("optimizer__learning_rate", [], "a number"),
+        ("data__shuffle", 1, "True or False"),
+        ("model__path", 3, "a string"),
+        ("rollout__stop", "###", "a list or tuple"),
+        ("rollout__stop", (1,), "a string"),
+        ("rewards", "math", "a dict"),
+        ("rollout", 3, "a group of options"),
+    ],
+)
+def test_a_wrong_type_is_refused(path: str, value, expected: str):
+    """Caught: the order of the bool and int checks swapped (True was taken for 1)."""
+    message = refusal(make(**{path: value}))
+    assert message.startswith(path.replace("__", "."))
+    assert f"expected {expected}" in message
+
+
+def test_a_bool_is_not_a_number():
+    """A ConfigDict itself makes 0.0 of a False that replaces a float, so this one comes as a plain dict."""
+    with pytest.raises(UserError, match=r"optimizer.learning_rate = False: expected a number"):
+        resolve({"model": {"path": "m"}, "optimizer": {"learning_rate": False}})
+
+
+def test_an_int_is_a_float_and_stays_one_type():
+    config = resolve(make(optimizer__learning_rate=1, rollout__temperature=1))
+    assert isinstance(config.optimizer.learning_rate, float) and isinstance(config.rollout.temperature, float)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("rollout__top_p", 0.0),
+        ("rollout__top_p", 1.1),
+        ("rollout__temperature", -0.1),
+        ("rollout__temperature", float("nan")),
+        ("reward_runner__failure_score", float("nan")),
+        ("optimizer__b1", 1.0),
+        ("train_batch_size", 0),
+        ("reward_runner__timeout_s", 0.0),
+        ("dtype", "float16"),
+        ("data__overlong_prompts", "cut"),
+        ("algorithm__clip_low", 1.5),
+        ("algorithm__clip_low", -0.1),
+        ("algorithm__kl_in", "both"),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_what_is_allowed(path: str, value):
+    """Cases G07 (clip range, float16 without scaling, KL in reward and loss). Caught: bounds not read."""
+    message = refusal(make(**{path: value}))
+    assert path.replace("__", ".") in message and "not allowed" in message
+    assert "Allowed" in message or "Known" in message
+
+
+def test_every_option_documents_itself():
+    """A new option without a type, a default or a sentence about it fails here."""
+    described = dict(configs.describe_options())
+    for path, text in described.items():
+        assert "default" in text, path
+        assert len(text.rsplit(". ", 1)[-1]) > 3 or text.endswith("."), path
+    assert {"seed", "rollout.top_p", "algorithm.kl_coef", "mesh.tensor", "checks.logprob_diff_mean"} <= described.keys()
+
+
+# --- algorithms ---------------------------------------------------------------------------------------------------
+
+
+def test_the_name_brings_the_options_of_the_algorithm():
+    for name, entry in ALGORITHMS.items():
+        config = resolve(make(algorithm=name))
+        assert config.algorithm.name == name
+        assert type(config.algorithm.options) is entry.options
+
+
+def test_options_of_another_algorithm_are_refused():
+    """Caught: keys of every algorithm accepted under any name."""
+    message = refusal(make(algorithm="sft", algorithm__clip_low=0.1))
+    assert "algorithm.clip_low is an option of grpo, not of algorithm.name = 'sft'" in message
+
+
+def test_an_unknown_algorithm_is_refused_with_the_nearest_name():
+    assert "Did you mean 'grpo'?" in refusal(make(algorithm="gpro"))
+
+
+# --- options that exclude each other ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"rollout__samples_per_prompt": 1}, ["rollout.samples_per_prompt", "at least 2"]),
+        ({"rollout__temperature": 0.0}, ["rollout.temperature = 0", "rollout.samples_per_prompt = 8"]),
+        ({"eval__samples_per_prompt": 4}, ["eval.temperature = 0"]),
+        ({"algorithm__dual_clip": 1.0}, ["algorithm.dual_clip", "greater than 1"]),
+        ({"algorithm__overlong_buffer_tokens": 300}, ["algorithm.overlong_buffer_tokens", "256"]),
+        ({"rollout__min_new_tokens": 300}, ["rollout.min_new_tokens = 300", "256"]),
+        ({"rollout__stop": ("",)}, ["rollout.stop", "empty string"]),
+        ({"model__architecture": {"hidden_size": 8}}, ["model.path", "model.architecture"]),
+        ({"model__path": ""}, ["No model"]),
+        ({"model__path": "", "model__architecture": {"hidden_size": 8}}, ["tokenizer.path"]),
+        ({"data__system_prompt": "Hi", "data__apply_chat_template": "never"}, ["data.system_prompt"]),
+        ({"training__mini_batch_size": 7}, ["training.mini_batch_size = 7", "1, 2, 4, 8, 16, 32, 64"]),
+        ({"num_steps": 0}, ["num_steps", "data.num_epochs"]),
+        ({"data__num_epochs": 2}, ["num_steps", "data.num_epochs"]),
+        ({"training__row_tokens": 700}, ["training.row_tokens = 700", "512 + 256 = 768"]),
+        ({"training__micro_batch_tokens": 700}, ["training.micro_batch_tokens = 700", "768"]),
+        ({"mesh__pipeline": 2}, ["mesh.pipeline = 2", "set it to 1"]),
+    ],
+)
+def test_conflicting_options_are_refused(changes: dict, words: list[str]):
+    """Case G07, the rows about what exists here. Each rule was seen to be needed by deleting it."""
+    message = refusal(make(**changes))
+    for word in words:
+        assert word in message
+
+
+def test_every_mistake_is_told_at_once():
+    message = refusal(make(rollout__min_new_tokens=300, training__mini_batch_size=7, mesh__pipeline=2))
+    assert len(message.split("\n\n")) == 3
+
+
+@pytest.mark.parametrize("changes", [{"rollout__top_p": 0.9}, {"rollout__top_k": 5}, {"rollout__min_p": 0.1}])
+def test_a_truncated_sampling_distribution_warns(changes: dict, caplog: pytest.LogCaptureFixture):
+    """Case G07: log-probabilities are of the full distribution."""
+    with caplog.at_level(logging.WARNING, "jaxrl_llm"):
+        resolve(make(**changes))
+    assert "truncated distribution" in caplog.text
+
+
+def test_a_warm_up_longer_than_the_run_warns(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING, "jaxrl_llm"):
+        resolve(make(num_steps=5, training__mini_batch_size=32, optimizer__warmup_steps=11))
+        assert "optimizer.warmup_steps = 11 is more than the 10 updates" in caplog.text
+        caplog.clear()
+        resolve(make(num_steps=5, training__mini_batch_size=32, optimizer__warmup_steps=10))
+    assert not caplog.text
+
+
+# --- mesh ---------------------------------------------------------------------------------------------------------
+
+G03_OUTCOMES = [2, None, None, None, None, None, 8]
+
+
+@pytest.mark.parametrize(("row", "data"), list(enumerate(G03_OUTCOMES)))
+def test_the_mesh_must_multiply_to_the_devices(row: int, data: int | None):
+    """Case G03. Caught: a product that divides the device count taken for good (4 of 8 devices used)."""
+    given = case("G03")["input"]
+    mesh = MeshConfig(data=given["mesh"][row]["dp"], fsdp=1, tensor=given["mesh"][row]["tp"])
+    assert case("G03")["expected_text"]["result"][row].startswith("error") == (data is None)
+    if data is not None:
+        assert fit_mesh(mesh, given["devices"]) == dataclasses.replace(mesh, data=data)
+        return
+    with pytest.raises(UserError, match=f"mesh.data = {mesh.data}.*mesh.tensor = {mesh.tensor}") as caught:
+        fit_mesh(mesh, given["devices"])
+    if mesh.data != 0:
+        assert "These multiply to 8: data=" in str(caught.value)
+
+
+def test_the_factorisations_that_are_offered_work():
+    with pytest.raises(UserError) as caught:
+        fit_mesh(MeshConfig(data=3, fsdp=1, tensor=2), 8)
+    offered = str(caught.value).partition("These multiply to 8: ")[2].rstrip(".").removesuffix("; …").split("; ")
+    assert offered
+    for text in offered:
+        sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(", "))}
+        assert fit_mesh(MeshConfig(**sizes), 8) == MeshConfig(**sizes)
+
+
+def test_the_default_mesh_takes_all_devices():
+    assert resolve(make(), 8).mesh == MeshConfig(data=1, fsdp=8, tensor=1, pipeline=1)
+    assert resolve(make()).mesh.fsdp == -1
+
+
+# --- against the model --------------------------------------------------------------------------------------------
+
+
+def model(**changes) -> types.SimpleNamespace:
+    values = {"max_position": 1024, "num_heads": 14, "num_kv_heads": 2, "vocab_size": 100}
+    return types.SimpleNamespace(**{**values, "eos_token_ids": (2,), "pad_token_id": 0, **changes})
+
+
+class Tokenizer:
+    """What `check_against_model` looks at."""
+
+    def __init__(self, size: int = 100, eos: int | None = 2, pad: int | None = 0):
+        self.size, self.eos_token_id, self.pad_token_id = size, eos, pad
+
+    def __len__(self) -> int:
+        return self.size
+
+
+@pytest.mark.parametrize("row", [0, 1, 2, 3])
+def test_lengths_must_fit_the_context_and_the_page_pool(row: int):
+    """Case G05. Caught: `<` for `<=` at the context's edge; the pool not compared."""
+    given, ok = case("G05")["input"]["rows"][row], case("G05")["expected"]["ok"][row]
+    changes = {"data__max_prompt_tokens": given["prompt"], "rollout__max_new_tokens": given["response"]}
+    if "pool_tokens" in given:
+        changes["rollout__num_pages"] = given["pool_tokens"] // 16
+    try:
+        config = resolve(make(**changes), 1)
+        configs.check_against_model(config, model(max_position=given.get("context", 10**6)), Tokenizer())
+    except UserError as error:
+        assert not ok
+        assert f"{given['prompt']} + {given['response']}" in str(error)
+    else:
+        assert ok
+
+
+@pytest.mark.parametrize(
+    ("tensor", "heads", "kv_heads", "allowed"), [(4, 16, 2, "1, 2"), (4, 14, 4, "1, 2"), (2, 14, 2, "")]
+)
+def test_tensor_shards_must_divide_the_heads(tensor: int, heads: int, kv_heads: int, allowed: str):
+    """Case G07: 2 key/value heads, or 14 query heads, over 4 devices."""
+    config = resolve(make(mesh__tensor=tensor), 8)
+    sizes = model(num_heads=heads, num_kv_heads=kv_heads)
+    if not allowed:
+        configs.check_against_model(config, sizes, Tokenizer())
+        return
+    with pytest.raises(UserError, match=f"mesh.tensor = 4 .*Allowed: {allowed}"):
+        configs.check_against_model(config, sizes, Tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokenizer", "words"),
+    [
+        ({"eos_token_ids": (2, 100)}, Tokenizer(), "end-of-sequence id 100"),
+        ({"pad_token_id": 100}, Tokenizer(), "padding id 100"),
+        ({}, Tokenizer(pad=-1), "padding id -1"),
+        ({"eos_token_ids": ()}, Tokenizer(eos=None), "end-of-sequence"),
+        ({}, Tokenizer(size=101), "101 tokens"),
+    ],
+)
+def test_special_ids_must_be_in_the_vocabulary(sizes: dict, tokenizer: Tokenizer, words: str):
+    """Case G07. A missing padding id is fine here: masks come from lengths, nothing is looked up by it."""
+    config = resolve(make(), 1)
+    with pytest.raises(UserError, match=words):
+        configs.check_against_model(config, model(**sizes), tokenizer)
+    configs.check_against_model(config, model(pad_token_id=None), Tokenizer(pad=None))
+
+
+# --- derived values, saving ---------------------------------------------------------------------------------------
+
+
+def test_derived_step_counts():
+    """Case G09. Caught: rows of all epochs divided at once (10 steps), and rounding up (12)."""
+    given, expected = case("G09")["input"], case("G09")["expected"]
+    batch = given["train_batch"]
+    config = resolve(
+        make(
+            num_steps=0,
+            data__num_epochs=given["epochs"],
+            train_batch_size=batch,
+            training__mini_batch_size=batch // given["mini_batches_per_batch"],
+        )
+    )
+    assert dataclasses.asdict(configs.step_counts(config, given["rows"])) == expected
+
+
+def test_fewer_rows_than_a_batch_are_refused():
+    with pytest.raises(UserError, match="train_batch_size = 64 is larger than the 63"):
+        configs.step_counts(resolve(make()), 63)
+
+
+def test_a_saved_configuration_loads_to_an_equal_object(tmp_path: pathlib.Path):
+    """Caught: tuples inside free-form dicts kept (JSON gives lists back)."""
+    config = resolve(
+        make(
+            rollout__stop=("a", "b"),
+            checks__logprob_diff_max=float("inf"),
+            rewards={"style": {"function": "format", "options": {"pattern": ("x", {"y": (1, 2)})}}},
+        ),
+        8,
+    )
+    configs.save(config, tmp_path / "config.json")
+    assert configs.load(tmp_path / "config.json") == config
+    assert resolve(make(), 8) != config
+
+
+def test_a_missing_or_broken_saved_configuration_says_so(tmp_path: pathlib.Path):
+    with pytest.raises(UserError, match="no saved configuration"):
+        configs.load(tmp_path / "config.json")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not JSON"):
+        configs.load(tmp_path / "config.json")
+
+
+def test_everything_derived_is_filled_in():
+    config = resolve(make(), 8)
+    assert config.training.mini_batch_size == 64
+    assert config.training.row_tokens == 768
+    assert config.tokenizer.path == "builtin:tiny_addition"
+    assert -1 not in dataclasses.astuple(config.mesh)
+
+
+def test_log_probability_bounds_follow_the_dtype():
+    checks = resolve(make()).checks
+    assert checks.bounds("float32") == (1e-4, 1e-2)
+    assert checks.bounds("bfloat16") == (1e-2, float("inf"))
+    assert resolve(make(checks__logprob_diff_mean=0.5)).checks.bounds("float32") == (0.5, 1e-2)
+
+
+# --- files and the command line -----------------------------------------------------------------------------------
+
+FILE = """
+from jaxrl_llm.config import default_config
+
+def get_config(name="grpo"):
+    config = default_config(name)
+    config.model.path = "builtin:tiny_addition"
+    config.rewards = {"exact": {"function": "exact_match"}}
+    return config
+"""
+
+
+@pytest.fixture
+def file(tmp_path: pathlib.Path) -> str:
+    (tmp_path / "a_run.py").write_text(FILE)
+    return str(tmp_path / "a_run.py")
+
+
+def read(file: str, *arguments: str) -> RunConfig:
+    overrides, others = split_overrides(arguments)
+    assert not others
+    return resolve(read_config(file, overrides), 8)
+
+
+def test_overrides_of_every_type(file: str):
+    config = read(
+        file,
+        "--config.num_steps=7",
+        "--config.optimizer.learning_rate=1",
+        "--config.data.shuffle=false",
+        "--config.data.train",
+        "rows.jsonl",
+        '--config.rollout.stop=("a=b", "c")',
+        "--config.rewards.exact.weight=2",
+        "--config.rewards.style.function=format",
+        "--config.rewards.style.options.pattern=<a>",
+    )
+    assert config.num_steps == 7 and config.optimizer.learning_rate == 1.0 and not config.data.shuffle
+    assert config.data.train == "rows.jsonl" and config.rollout.stop == ("a=b", "c")
+    assert config.rewards["exact"].weight == 2.0 and config.rewards["exact"].function == "exact_match"
+    assert config.rewards["style"].options == {"pattern": "<a>"}
+
+
+def test_the_algorithm_is_changed_before_its_options(file: str):
+    """Caught: overrides applied in the order of the command line."""
+    config = read(f"{file}:sft", "--config.algorithm.clip_low=0.1", "--config.algorithm.name=grpo")
+    assert config.algorithm.options.clip_low == 0.1
+    with pytest.raises(UserError, match=r"algorithm\.clip_low is an option of grpo"):
+        read(file, "--config.algorithm.clip_low=0.1", "--config.algorithm.name=sft")
+    assert read(f"{file}:sft").algorithm.name == "sft"
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("--config.rollot.top_p=0.1", "Did you mean 'rollout'"),
+        ("--config.rollout.top_P=0.1", "'rollout.top_P'. Did you mean 'rollout.top_p'"),
+        ("--config.algorithm.kl_coeff=0.1", "Did you mean 'algorithm.kl_coef'"),
+        ("--config.rollout.top_p.x=0.1", "rollout.top_p is a single value"),
+        ("--config.num_steps=2.5", "--config.num_steps=2.5: expected a whole number"),
+        ("--config.data.shuffle=maybe", "expected true or false"),
+        ("--config.rollout.stop=a", "expected a Python literal"),
+        ("--config.num_steps", "has no value"),
+        ("--config.rewards.exact.wieght=1", "Did you mean 'rewards.exact.weight'"),
+    ],
+)
+def test_a_wrong_override_is_named(file: str, override: str, words: str):
+    """Case G01 on the command line."""
+    with pytest.raises(UserError) as caught:
+        read(file, override)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def get_config(:", "line 1: not valid Python"),
+        ("x = 1", "no function get_config"),
+        ("def get_config():\n    return {}", "returned a dict"),
+        (FILE.replace("config.model.path", "config.modle.path"), "line 6: AttributeError: "),
+    ],
+)
+def test_a_broken_file_is_named_with_its_line(tmp_path: pathlib.Path, text: str, words: str):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_config(str(path))
+    assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_named():
+    with pytest.raises(UserError, match=r"there is no file 'nowhere\.py'"):
+        read_config("nowhere.py")
+    assert default_workdir("configs/tiny_grpo.py:small") == pathlib.Path("outputs/tiny_grpo")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.py")), ids=lambda path: path.stem
+)
+def test_the_configurations_of_this_project_resolve(path: pathlib.Path):
+    resolve(read_config(str(path)), 1)
