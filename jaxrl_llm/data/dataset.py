@@ -81,8 +81,8 @@ class PromptData:
             )
         if not self.steps_per_epoch:
             raise UserError(
-                f"{self._path} has {self.num_rows} usable rows, fewer than train_batch_size = {batch_size}, so there is "
-                f"no full batch ({self.counts['filtered']} of {self.counts['rows']} rows were filtered as longer than "
+                f"{self._path} has {self.num_rows} usable rows, fewer than train_batch_size = {batch_size}, so "
+                f"there is no full batch ({self.counts['filtered']} of {self.counts['rows']} rows were filtered as longer than "
                 "data.max_prompt_tokens). Lower train_batch_size, raise the limit, or add rows."
             )
         # No prefetching threads: everything is encoded, and a batch is a list of references.

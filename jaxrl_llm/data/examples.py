@@ -118,9 +118,7 @@ def _encode(
     longest_text = 2 * longest_token(tokenizer) * (limit.max_prompt_tokens + 1)
     for index, row in rows:
         where = f"{path}, row {index}"
-        record = map_row(
-            row, where, prompt_column=config.prompt_column, answer_column=config.answer_column
-        )
+        record = map_row(row, where, prompt_column=config.prompt_column, answer_column=config.answer_column)
         text, is_templated = render_prompt(
             tokenizer,
             record.prompt,

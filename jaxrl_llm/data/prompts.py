@@ -58,7 +58,7 @@ def render_prompt(
 @functools.lru_cache(maxsize=8)
 def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether plain text is encoded with a BOS in front (the post-processor knows, no flag can be trusted)."""
-    return tokenizer.bos_token_id is not None and tokenizer("0").input_ids[:1] == [tokenizer.bos_token_id]
+    return tokenizer.bos_token_id is not None and tokenizer("").input_ids[:1] == [tokenizer.bos_token_id]
 
 
 def encode_prompts(
@@ -87,7 +87,9 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray
       UserError: the tokenizer has no EOS token.
     """
     if tokenizer.eos_token_id is None:
-        raise UserError("The tokenizer has no EOS token, so completions have no end. Set tokenizer.path to one with it.")
+        raise UserError(
+            "The tokenizer has no EOS token, so completions have no end. Set tokenizer.path to one with it."
+        )
     return np.asarray([*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id], np.int32)
 
 

@@ -48,8 +48,10 @@ def iterate_rows(path: str | Path) -> Iterator[Row]:
     """Like ``read_rows``, one row at a time; a parquet file is never in memory as a whole."""
     text = str(path)
     if not text:
-        raise UserError("No data file is given. Set data.train (and data.eval) to a .jsonl or .parquet file, "
-                        "builtin:addition/train, or a Hugging Face data set such as openai/gsm8k:main.")
+        raise UserError(
+            "No data file is given. Set data.train (and data.eval) to a .jsonl or .parquet file, "
+            "builtin:addition/train, or a Hugging Face data set such as openai/gsm8k:main."
+        )
     if text.startswith("builtin:"):
         return iter(_builtin(text.removeprefix("builtin:")))
     file = Path(path).expanduser()

@@ -68,7 +68,8 @@ def _parse(expression: str) -> list[Any]:
     import math_verify  # takes a third of a second and brings sympy: only where an answer is no plain number
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at each call that it has no time-out
-    return math_verify.parse(rf"\boxed{{{expression}}}", parsing_timeout=None)
+    parsed = math_verify.parse(rf"\boxed{{{expression}}}", parsing_timeout=None)
+    return [value for value in parsed if not isinstance(value, str)]  # it adds the text itself
 
 
 def exact_match(
@@ -89,9 +90,7 @@ def exact_match(
       ValueError: the option ``extract`` is unknown.
     """
     if extract not in _EXTRACTIONS:
-        raise ValueError(
-            f"the option extract of exact_match is {extract!r}; allowed: {', '.join(_EXTRACTIONS)}"
-        )
+        raise ValueError(f"the option extract of exact_match is {extract!r}; allowed: {', '.join(_EXTRACTIONS)}")
     if answer is None:
         return None
     found = _EXTRACTIONS[extract](completion)
@@ -113,9 +112,7 @@ _EXTRACTIONS: dict[str, Callable[[str], str | None]] = {
 }
 
 
-def format(  # noqa: A001  the name that users write in a configuration
-    completion: str, *, pattern: str, correct: float = 1.0, wrong: float = 0.0
-) -> float:
+def format(completion: str, *, pattern: str, correct: float = 1.0, wrong: float = 0.0) -> float:
     """Whether the regular expression ``pattern`` matches the whole completion (``.`` also matches line ends).
 
     A pattern that backtracks without end is stopped like any reward that takes too long.

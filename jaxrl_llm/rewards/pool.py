@@ -21,7 +21,7 @@ import cloudpickle
 import numpy as np
 
 from jaxrl_llm.config import RewardConfig, RewardRunnerConfig
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.rewards.combine import RewardResult, weighted_sum
 from jaxrl_llm.rewards.process import WorkerProcess
 from jaxrl_llm.rewards.protocol import encode
@@ -104,8 +104,8 @@ class RewardRunner:
         """Scores N samples. Takes at most ``timeout_s`` for each call that hangs, divided among the workers.
 
         Raises:
-          UserError: every call of a reward failed, or none applied, under ``on_all_failed = 'stop'``; or a row's
-            metadata can't be sent to a worker.
+          RunStopped: every call of a reward failed, or none applied, under ``on_all_failed = 'stop'``.
+          UserError: a row's metadata can't be sent to a worker.
         """
         if not self._close.alive:
             raise RuntimeError("This RewardRunner has been closed.")
@@ -226,8 +226,8 @@ class RewardRunner:
         if hopeless.any():
             names = ", ".join(name for name, bad in zip(self.weights, hopeless, strict=True) if bad)
             text = (
-                f"Every call of the reward {names} failed in this batch ({result.failures} failures), so nothing can be "
-                f"learned from it. First failures: {'; '.join(result.failure_messages[:3])}."
+                f"Every call of the reward {names} failed in this batch ({result.failures} failures), so nothing can "
+                f"be learned from it. First failures: {'; '.join(result.failure_messages[:3])}."
             )
         elif not applied.any():
             text = (
@@ -237,7 +237,7 @@ class RewardRunner:
         elif result.failures:
             log.warning("%d reward calls failed: %s", result.failures, "; ".join(result.failure_messages[:3]))
         if text and self._settings.on_all_failed == "stop":
-            raise UserError(f"{text} Set reward_runner.on_all_failed = 'warn' to go on nevertheless.")
+            raise RunStopped(f"{text} Set reward_runner.on_all_failed = 'warn' to go on nevertheless.")
         if text:
             log.warning("%s", text)
 
@@ -300,8 +300,8 @@ def _encode_tasks(tasks: list[list[Any]]) -> bytes:
         return encode(tasks, _plain)
     except (TypeError, ValueError) as error:
         raise UserError(
-            f"A column of the data can't be given to a reward ({error}). Allowed are texts, numbers, lists, dicts, dates "
-            "and numpy arrays; drop or convert the column."
+            f"A column of the data can't be given to a reward ({error}). Allowed are texts, numbers, lists, dicts, "
+            "dates and numpy arrays; drop or convert the column."
         ) from error
 
 

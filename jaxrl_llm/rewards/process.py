@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jaxrl_llm
-from jaxrl_llm.rewards.protocol import Decoder, encode
+from jaxrl_llm.rewards.protocol import Decoder
 
 READ_BYTES = 1 << 18
 

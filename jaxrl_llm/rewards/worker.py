@@ -87,7 +87,7 @@ def _score(call: Call, arguments: list[Any]) -> tuple[float | None, dict[str, fl
     except (Exception, SystemExit) as error:  # noqa: BLE001  a sample's failure must not end the run
         return None, {}, _describe(error)
     if any(not math.isfinite(value) for value in [*parts.values(), *([] if score is None else [score])]):
-        return None, {}, f"returned {score if not parts else parts}, which is not finite"
+        return None, {}, f"returned {parts or score}, which is not finite"
     return score, parts, None
 
 
