@@ -1,0 +1,125 @@
+"""Metrics and samples on disk: appended, resumable, readable by any JSON parser."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+
+import numpy as np
+
+from jaxrl_llm.observability.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricsLog, read_metrics
+from jaxrl_llm.observability.run_log import RunLog
+from jaxrl_llm.observability.samples import SamplesLog, read_samples
+from jaxrl_llm.types import Example, Rollouts
+
+
+def rollouts() -> Rollouts:
+    example = Example(uid="3@0", prompt="7+8=", prompt_ids=np.array([1, 2], np.int32), answer={"value": 15})
+    return Rollouts(
+        examples=[example],
+        group=np.zeros(2, np.int32),
+        responses=[np.array([4, 2], np.int32), np.array([5], np.int32)],
+        sampler_logprobs=None,
+        texts=["15", "é"],
+        finish_reasons=["stop", "length"],
+        rewards=np.array([1.0, np.nan], np.float32),
+        components={"exact": np.array([1.0, np.nan], np.float32)},
+    )
+
+
+def test_a_resumed_run_appends_and_its_later_lines_win(tmp_path: pathlib.Path):
+    """Caught: the file opened with "w"; the first line of a step kept."""
+    with MetricsLog(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"reward/mean": step / 10, "eval/accuracy": 0.5})
+    with MetricsLog(tmp_path, first_step=3) as log:
+        log.write(3, {"reward/mean": 9.0})
+        log.write(4, {"reward/mean": np.float32(0.5)})
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["reward/mean"] for row in rows] == [0.1, 0.2, 9.0, 0.5]
+    assert "eval/accuracy" not in rows[2]
+    assert len((tmp_path / METRICS_FILE).read_text().splitlines()) == 5
+    assert list((tmp_path / TENSORBOARD_FOLDER).glob("events.out.tfevents.*"))
+
+
+def test_every_line_is_strict_json(tmp_path: pathlib.Path):
+    """Caught: NaN written as JSON does not know it."""
+    with MetricsLog(tmp_path) as log:
+        log.write(1, {"reward/mean": math.nan, "a": math.inf, "b": 2})
+
+    def refuse(name: str):
+        raise AssertionError(f"{name} is not JSON")
+
+    line = json.loads((tmp_path / METRICS_FILE).read_text(), parse_constant=refuse)
+    assert line == {"step": 1, "reward/mean": None, "a": None, "b": 2.0}
+    assert math.isnan(read_metrics(tmp_path)[0]["reward/mean"])
+
+
+def test_a_line_that_a_crash_cut_off_costs_only_itself(tmp_path: pathlib.Path):
+    """Caught: the next line appended to the torn one, which lost both."""
+    (tmp_path / METRICS_FILE).write_text('{"step": 1, "a": 1.0}\n{"step": 2, "a": 2')
+    with MetricsLog(tmp_path) as log:
+        log.write(2, {"a": 3.0})
+    assert [row["a"] for row in read_metrics(tmp_path)] == [1.0, 3.0]
+
+
+def test_a_reader_sees_each_line_at_once(tmp_path: pathlib.Path):
+    with MetricsLog(tmp_path) as log:
+        log.write(1, {"a": 1.0})
+        assert read_metrics(tmp_path) == [{"step": 1, "a": 1.0}]
+
+
+def test_samples_are_written_with_their_rewards(tmp_path: pathlib.Path):
+    with SamplesLog(tmp_path) as log:
+        log.write(5, rollouts())
+    first, second = read_samples(tmp_path)
+    assert first["step"] == 5 and first["prompt"] == "7+8=" and first["completion"] == "15"
+    assert first["reward"] == 1.0 and first["rewards"] == {"exact": 1.0} and first["answer"] == {"value": 15}
+    assert second["reward"] is None and second["rewards"] == {"exact": None} and second["completion"] == "é"
+    assert (second["finish_reason"], second["response_tokens"]) == ("length", 1)
+
+
+def test_the_number_of_samples_is_bounded(tmp_path: pathlib.Path):
+    with SamplesLog(tmp_path, samples_per_step=1) as log:
+        log.write(1, rollouts())
+    assert len(read_samples(tmp_path)) == 1
+
+
+def test_the_log_of_a_run_leaves_its_files(tmp_path: pathlib.Path, capsys):
+    log = RunLog(tmp_path)
+    with log.progress(2):
+        log.write(0, {"eval/accuracy": 0.3})
+        log.write(1, {"reward/mean": 0.1, **log.machine_metrics()}, rollouts())
+        log.write(2, {"reward/mean": 0.4, "eval/accuracy": 0.9}, rollouts())
+    log.close()
+    log.summary(2)
+    assert {path.name for path in tmp_path.iterdir()} == {
+        METRICS_FILE,
+        "samples.jsonl",
+        TENSORBOARD_FOLDER,
+        "learning_curve.png",
+    }
+    shown = capsys.readouterr().err
+    assert "0.300 → 0.900" in shown and "2 of 2" in shown
+    assert read_metrics(tmp_path)[1]["memory/peak_bytes"] > 10**6
+
+
+def test_a_run_without_a_folder_writes_nothing(tmp_path: pathlib.Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    log = RunLog(None)
+    log.write(1, {"reward/mean": 0.1}, rollouts())
+    log.summary(1)
+    log.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_the_first_process_writes(tmp_path: pathlib.Path, monkeypatch):
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    log = RunLog(tmp_path)
+    with log.progress(1):
+        log.write(1, {"reward/mean": 0.1}, rollouts())
+    log.summary(1)
+    log.close()
+    assert not list(tmp_path.iterdir())
