@@ -18,15 +18,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxrl_kernels.token_logprobs.api import token_logprobs
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_kernels.token_logprobs.api import token_logprobs
 from jaxrl_llm.models import arrangement
 from jaxrl_llm.models.attention import NO_WINDOW, row_attention
 from jaxrl_llm.models.blocks import Block, RMSNorm
@@ -99,7 +99,7 @@ class Decoder:
         positions: Int[Array, "R T"],
         segment_ids: Int[Array, "R T"],
         *,
-        remat: Literal["none", "full"] = "none",
+        remat: str = "none",
     ) -> Float[Array, "R T D"]:
         """Hidden states after the final norm, in the dtype of the parameters.
 

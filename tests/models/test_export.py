@@ -1,0 +1,100 @@
+"""An exported folder: complete, in the shapes of its config, written whole or not at all."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import export
+from jaxrl_llm.models.export import export_model
+from jaxrl_llm.models.loading import load_model
+from tests.cases import case
+from tests.models.tiny import tiny_model
+
+
+def test_padding_rows_stay_out_and_real_rows_stay_in_case_k19(tmp_path):
+    """Seen to catch: the padded array exported whole; the vocabulary cut to the tokenizer."""
+    given, expected = case("K19")["input"], case("K19")["expected"]
+    decoder, params = tiny_model(
+        vocab_size=given["config_vocab_size"], padded_vocab_size=given["padded_for_mesh"], hidden_size=2,
+        windows=(None, None), tie_embeddings=True,
+    )  # fmt: skip
+    assert params["embed"]["weight"].shape[0] == expected["trainer_rows"]
+    assert decoder.config.vocab_size == expected["masked_in_softmax_from"]
+    export_model(tmp_path / "model", decoder, params, None)
+    weights = safetensors.numpy.load_file(tmp_path / "model" / "model.safetensors")
+    assert weights["model.embed_tokens.weight"].shape[0] == expected["exported_rows"] > given["tokenizer_len"]
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["vocab_size"] == expected["config_vocab_size_after_export"]
+
+
+@pytest.mark.parametrize("max_file_bytes", [10_000, 5 * 10**9])
+def test_reads_back_bit_for_bit(tmp_path, max_file_bytes):
+    """One file, and several with an index that names every tensor."""
+    decoder, params = tiny_model(windows=(None, None), eos_token_ids=(2, 5), bos_token_id=1)
+    export_model(tmp_path / "model", decoder, params, None, max_file_bytes=max_file_bytes)
+    again, loaded = load_model(tmp_path / "model", vocab_multiple=64)
+    assert again.config.eos_token_ids == (2, 5)
+    for leaf, wanted in zip(jax.tree.leaves(loaded), jax.tree.leaves(params), strict=True):
+        rows = slice(0, 61) if wanted.shape[0] == 64 else slice(None)  # padding rows come back as zeros
+        np.testing.assert_array_equal(np.asarray(leaf)[rows], np.asarray(wanted)[rows])
+    generation = json.loads((tmp_path / "model" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": [2, 5]}
+
+
+def test_bfloat16(tmp_path):
+    decoder, params = tiny_model(windows=(None, None))
+    export_model(tmp_path / "model", decoder, params, None, jnp.bfloat16)
+    weights = safetensors.numpy.load_file(tmp_path / "model" / "model.safetensors")
+    assert {str(value.dtype) for value in weights.values()} == {"bfloat16"}
+
+
+def test_a_folder_with_something_in_it_is_refused_unless_asked(tmp_path):
+    decoder, params = tiny_model(windows=(None, None))
+    target = tmp_path / "model"
+    target.mkdir()
+    export_model(target, decoder, params, None)  # empty: fine
+    (target / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not empty"):
+        export_model(target, decoder, params, None)
+    assert (target / "notes.txt").exists()
+    export_model(target, decoder, params, None, overwrite=True)
+    assert not (target / "notes.txt").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
+def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch):
+    """Seen to catch: files written into the target itself."""
+    decoder, params = tiny_model(windows=(None, None))
+    target = tmp_path / "model"
+    export_model(target, decoder, params, None)
+    before = {path.name: path.read_bytes() for path in target.iterdir()}
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(export, "_write_configs", fail)
+    with pytest.raises(OSError, match="no space left"):
+        export_model(target, decoder, params, None, overwrite=True)
+    assert {path.name: path.read_bytes() for path in target.iterdir()} == before
+
+
+def test_the_tokenizer_and_its_template_come_along(tmp_path):
+    from tokenizers import Tokenizer, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    decoder, params = tiny_model(windows=(None, None))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")), unk_token="<unk>"
+    )
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    export_model(tmp_path / "model", decoder, params, tokenizer)
+    again = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert (
+        again.chat_template == tokenizer.chat_template
+        and again("b a")["input_ids"][:1] == tokenizer("b a")["input_ids"][:1]
+    )
