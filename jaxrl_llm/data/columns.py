@@ -87,8 +87,7 @@ def _answer(row: Mapping[str, Any], where: str, column: str) -> tuple[Any, str |
 def _check_prompt(value: Any, where: str, column: str) -> str | Messages:
     if isinstance(value, str) and value:
         return value
-    chat = isinstance(value, list) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value)
-    if chat:
+    if isinstance(value, list) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
         # Parquet fills absent fields of a struct with None; templates ask whether a key is there.
         return [{k: v for k, v in turn.items() if v is not None} for turn in value]
     shown = repr(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grain
@@ -29,13 +28,12 @@ class PromptData:
     """An endless iterator over this process's part of each training batch.
 
     Args:
-      config: what is read and how; ``config.train`` unless ``path`` is given.
-      batch_size: prompts of the whole batch, over all processes; None for evaluation only (``all_examples``).
+      config: what is read and how; the file is ``config.train``.
+      batch_size: prompts of the whole batch, over all processes.
       seed: fixes the order of every epoch.
       max_prompt_tokens: longest prompt; ``config.max_prompt_tokens`` unless given.
       max_response_tokens: longest completion to imitate, EOS included; longer ones are treated like overlong
         prompts. None: no limit.
-      max_rows: only the first rows of the file, 0 for all.
       order: replaces ``epoch_order`` (called with the epoch), for tests.
 
     Attributes:
@@ -50,17 +48,15 @@ class PromptData:
         config: DataConfig,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        batch_size: int | None,
+        batch_size: int,
         seed: int = 0,
         max_prompt_tokens: int | None = None,
         max_response_tokens: int | None = None,
         process_index: int = 0,
         process_count: int = 1,
-        path: str | Path | None = None,
-        max_rows: int = 0,
         order: Callable[[int], np.ndarray] | None = None,
     ):
-        self._path = str(path or config.train)
+        self._path = config.train
         self._seed, self._batch_size, self._shuffle = seed, batch_size, config.shuffle
         self._process_index, self._process_count = process_index, process_count
         self._examples, self.counts = load_examples(
@@ -69,20 +65,17 @@ class PromptData:
             self._path,
             max_prompt_tokens=max_prompt_tokens or config.max_prompt_tokens,
             max_response_tokens=max_response_tokens,
-            max_rows=max_rows,
         )
         self._order = order or (lambda epoch: epoch_order(seed, epoch, self.num_rows, shuffle=config.shuffle))
         self._order_cache: tuple[int, np.ndarray] | None = None
-        if batch_size is None:
-            return
         if batch_size % process_count:
             raise UserError(
                 f"train_batch_size = {batch_size} does not divide over {process_count} processes. Use a multiple."
             )
         if not self.steps_per_epoch:
             raise UserError(
-                f"{self._path} has {self.num_rows} usable rows, fewer than train_batch_size = {batch_size}, so "
-                f"there is no full batch ({self.counts['filtered']} of {self.counts['rows']} rows were filtered as longer than "
+                f"{self._path} has {self.num_rows} usable rows, fewer than train_batch_size = {batch_size}, so no "
+                f"batch is full ({self.counts['filtered']} of {self.counts['rows']} rows were filtered as longer than "
                 "data.max_prompt_tokens). Lower train_batch_size, raise the limit, or add rows."
             )
         # No prefetching threads: everything is encoded, and a batch is a list of references.

@@ -50,7 +50,8 @@ class LengthLimit:
     def cut(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
         """The example within the limits; its prompt text is what is left of it."""
         side = self.rule.removeprefix("truncate_")
-        ids = truncate(example.prompt_ids, self.max_prompt_tokens, side, tokenizer.bos_token_id)
+        bos = tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else None
+        ids = truncate(example.prompt_ids, self.max_prompt_tokens, side, bos)
         text = example.prompt if len(ids) == len(example.prompt_ids) else tokenizer.decode(ids)
         response = example.response_ids
         if response is not None and self.max_response_tokens is not None:
@@ -65,7 +66,6 @@ def load_examples(
     *,
     max_prompt_tokens: int,
     max_response_tokens: int | None = None,
-    max_rows: int = 0,
 ) -> tuple[list[Example], dict[str, int]]:
     """Reads and encodes ``path`` and applies ``config.overlong_prompts``.
 
@@ -76,8 +76,7 @@ def load_examples(
       UserError: no row, none left after the filter, an overlong row under ``error``, a row of the wrong form.
     """
     limit = LengthLimit(max_prompt_tokens, max_response_tokens, config.overlong_prompts)
-    rows = iterate_rows(path)
-    rows = enumerate(itertools.islice(rows, max_rows) if max_rows else rows)
+    rows = enumerate(iterate_rows(path))
     kept: list[Example] = []
     overlong: list[int] = []
     num_rows = 0

@@ -98,7 +98,9 @@ def _write_json_lines(rows: Iterator[Row], file: Path) -> int:
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.data.prepare", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m jaxrl_llm.data.prepare", description=(__doc__ or "").split("\n\n")[0]
+    )
     tasks = parser.add_subparsers(dest="task", required=True)
     gsm8k = tasks.add_parser("gsm8k", help="GSM8K's questions from JSONL, parquet or the hub")
     gsm8k.add_argument("--input", required=True, help="train.jsonl, a .parquet file, or openai/gsm8k:main@train")

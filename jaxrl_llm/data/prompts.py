@@ -52,7 +52,7 @@ def render_prompt(
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except (jinja2.TemplateError, TypeError, KeyError) as error:
         raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}.") from error
-    return text, True
+    return str(text), True
 
 
 @functools.lru_cache(maxsize=8)

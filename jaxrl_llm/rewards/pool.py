@@ -152,8 +152,8 @@ class RewardRunner:
         due = [worker.since + self._limit(worker) - now for worker in self._workers if self._is_busy(worker)]
         with selectors.DefaultSelector() as selector:
             for worker in self._workers:
-                selector.register(worker, selectors.EVENT_READ)
-            return [key.fileobj for key, _ in selector.select(max(0.0, min(due)) if due else None)]
+                selector.register(worker, selectors.EVENT_READ, worker)
+            return [key.data for key, _ in selector.select(max(0.0, min(due)) if due else None)]
 
     @staticmethod
     def _is_busy(worker: WorkerProcess) -> bool:
@@ -222,12 +222,16 @@ class RewardRunner:
             return
         text = ""
         applied = ~np.isnan(batch.scores) | batch.failed
-        hopeless = batch.failed.any(axis=0) & ~(applied & ~batch.failed).any(axis=0)
-        if hopeless.any():
-            names = ", ".join(name for name, bad in zip(self.weights, hopeless, strict=True) if bad)
+        scored = applied & ~batch.failed
+        hopeless = [
+            name
+            for index, name in enumerate(self.weights)
+            if batch.failed[:, index].any() and not scored[:, index].any()
+        ]
+        if hopeless:
             text = (
-                f"Every call of the reward {names} failed in this batch ({result.failures} failures), so nothing can "
-                f"be learned from it. First failures: {'; '.join(result.failure_messages[:3])}."
+                f"Every call of the reward {', '.join(hopeless)} failed in this batch ({result.failures} failures), so "
+                f"nothing can be learned from it. First failures: {'; '.join(result.failure_messages[:3])}."
             )
         elif not applied.any():
             text = (

@@ -41,9 +41,9 @@ def test_arithmetic():
     """Seen to catch: an evaluation pair trained on with the other operation."""
     train, evaluation = arithmetic_rows("train"), arithmetic_rows("eval")
     for row in train + evaluation:
-        expression = re.fullmatch(r"What is ([\d +-]+)\? Answer with only the number\.", row["prompt"])
+        expression = re.fullmatch(r"Calculate ([\d +-]+) and reply with the result only\.", row["prompt"])
         assert expression and str(eval(expression[1])) == row["answer"]
         assert len(operands(row)) == row["steps"] + 1
     first_two = [[frozenset(operands(row)[:2]) for row in rows] for rows in (train, evaluation)]
     assert not set(first_two[0]) & set(first_two[1])
-    assert len(evaluation) == 150
+    assert (len(train), len(evaluation)) == (510, 120)
