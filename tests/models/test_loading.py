@@ -8,16 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.blocks import Block
 from jaxrl_llm.models.export import export_model
 from jaxrl_llm.models.loading import init_model, load_model, resolve_path
 from jaxrl_llm.models.safetensors_folder import SafetensorsFolder
 from jaxrl_llm.models.tensors import rule
 from jaxrl_llm.sharding import TRAINING
 from tests.cases import case
-from tests.models.tiny import tiny_model
+from tests.models.tiny import tiny_config, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,6 @@ def test_dtype_of_the_parameters_is_the_one_asked_for(folder):
 def test_import_rule_case_k21(copy):
     """A tensor left over, a tensor missing and one of another shape are each named. Seen to catch: unused tensors
     ignored (a Qwen2 file read as Llama would lose its biases)."""
-    assert "named in an error" in case("K21")["expected"]["import_rule"]
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaForCausalLM"]}))
     with pytest.raises(UserError, match=r"does not use: model.layers.0.self_attn.k_proj.bias, "):
@@ -83,12 +84,7 @@ def test_import_rule_case_k21(copy):
 
 
 def test_biases_are_added_case_k21():
-    from jaxrl_llm.models.blocks import Block
-    from tests.models.tiny import tiny_config
-
     given, expected = case("K21")["input"], case("K21")["expected"]
-    from flax import nnx
-
     config = tiny_config(hidden_size=2, num_heads=1, num_kv_heads=1, head_size=2, qkv_bias=True)
     attention = Block(config, nnx.Rngs(0)).attention
     attention.q[...] = jnp.asarray(given["q_weight"], jnp.float32).T[:, None, :]
@@ -124,10 +120,10 @@ def test_damaged_folders_are_named(copy):
         load_model(copy)
     for file in copy.glob("*.safetensors*"):
         file.unlink()
-    with pytest.raises(UserError, match="has no .safetensors file"):
+    with pytest.raises(UserError, match=r"has no \.safetensors file"):
         load_model(copy)
     (copy / "config.json").write_text("{")
-    with pytest.raises(UserError, match="config.json is not valid JSON"):
+    with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
         load_model(copy)
 
 
