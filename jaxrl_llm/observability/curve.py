@@ -43,20 +43,24 @@ def plot_learning_curve(
     return path
 
 
-def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Exponential moving average without the bias of its start: early values are averages of what there is."""
-    smoothed, total, norm = [], 0.0, 0.0
-    for value in values:
-        total = weight * total + (1 - weight) * value
-        norm = weight * norm + (1 - weight)
-        smoothed.append(total / norm)
+def smooth(values: Sequence[float]) -> list[float]:
+    """Mean over about a tenth of the run around each value; the window shrinks evenly towards both ends.
+
+    Centred, so that the smoothed curve doesn't lag behind the run as an exponential average would.
+    """
+    half = max(len(values) // 20, 1)
+    smoothed = []
+    for index in range(len(values)):
+        reach = min(half, index, len(values) - 1 - index)
+        window = values[index - reach : index + reach + 1]
+        smoothed.append(sum(window) / len(window))
     return smoothed
 
 
 def _draw_curve(axes: Any, points: list[tuple[float, float]], label: str) -> None:
     steps, values = zip(*points, strict=True)
     axes.plot(steps, values, color=_REWARD_COLOR, alpha=0.3, linewidth=1, label="each step")
-    axes.plot(steps, smooth(values), color=_REWARD_COLOR, linewidth=2, label="moving average")
+    axes.plot(steps, smooth(values), color=_REWARD_COLOR, linewidth=2, label="moving mean")
     axes.set_ylabel(label)
     axes.legend(frameon=False, fontsize=8)
     _tidy(axes)

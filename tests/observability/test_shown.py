@@ -42,10 +42,10 @@ def test_in_a_terminal_there_is_a_bar():
     assert "2/2" in out.getvalue() and "reward 0.250" in out.getvalue() and "left" in out.getvalue()
 
 
-def test_the_moving_average_has_no_bias_at_its_start():
-    """Caught: an average that starts at 0."""
-    assert smooth([1.0, 1.0, 1.0]) == pytest.approx([1.0, 1.0, 1.0])
-    assert smooth([0.0, 1.0], weight=0.5) == pytest.approx([0.0, 2 / 3])
+def test_the_moving_mean_does_not_lag():
+    """A straight line stays itself, ends included. Caught: an exponential average."""
+    assert smooth([float(n) for n in range(60)]) == pytest.approx(range(60))
+    assert smooth([0.0, 3.0, 0.0]) == pytest.approx([0.0, 1.0, 0.0])
 
 
 @pytest.mark.parametrize(

@@ -54,18 +54,20 @@ def test_a_phase_that_fails_is_still_ended():
 
 
 def test_compiles_are_counted_once_per_program():
-    """Caught: counting traces (a second call of the same shape counted too)."""
+    """Caught: traces counted for compiled programs."""
     jitted = jax.jit(lambda x: x * 3 + 1)
-    first, second = jnp.zeros(3), jnp.zeros(5)
+    first, second, third = jnp.zeros(3), jnp.zeros(5), jnp.zeros(6)
     with CompileCounter() as counter:
         jitted(first)
         jitted(first)
+        assert counter.count == 1
+        jitted.lower(third)  # traced, not compiled
         assert counter.count == 1
         jitted(second)
         assert counter.count == 2 and counter.seconds > 0
         assert counter.take()["compile/count"] == 2.0
         assert counter.take() == {"compile/count": 0.0, "compile/seconds": 0.0}
-    jitted(jnp.zeros(7))
+    jitted(third)
     assert counter.count == 0
 
 
