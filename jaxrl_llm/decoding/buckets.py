@@ -20,7 +20,7 @@ class Buckets:
     Attributes:
       rows: rows of a decode program: all slots, or a quarter of them (the end of a batch, small batches).
       columns: of its page table, in pages; doubling up to a full context.
-      prefill_tokens: tokens in a row of prompts; doubling.
+      prefill_tokens: tokens in a row of prompts; each four times the one before, as rows are usually full.
     """
 
     rows: tuple[int, ...]
@@ -34,10 +34,10 @@ class Buckets:
         few = (rollout.num_slots // 4,) if rollout.num_slots >= _FEW_ROWS_FROM else ()
         return cls(
             rows=(*few, rollout.num_slots),
-            columns=_doubling(
-                pages_for(_SMALLEST_TABLE_TOKENS, rollout.page_size), pages_for(context, rollout.page_size)
+            columns=_growing(
+                pages_for(_SMALLEST_TABLE_TOKENS, rollout.page_size), pages_for(context, rollout.page_size), factor=2
             ),
-            prefill_tokens=_doubling(_SMALLEST_PREFILL_TOKENS, most_prefill),
+            prefill_tokens=_growing(_SMALLEST_PREFILL_TOKENS, most_prefill, factor=4),
         )
 
     def decode_rows(self, count: int) -> int:
@@ -50,8 +50,8 @@ class Buckets:
         return self.prefill_tokens[bisect.bisect_left(self.prefill_tokens, count)]
 
 
-def _doubling(smallest: int, largest: int) -> tuple[int, ...]:
+def _growing(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
     sizes = [min(smallest, largest)]
     while sizes[-1] < largest:
-        sizes.append(min(2 * sizes[-1], largest))
+        sizes.append(min(factor * sizes[-1], largest))
     return tuple(sizes)

@@ -118,9 +118,7 @@ class Scheduler:
     """See the module. ``num_pages`` must hold one sample at full length and one page more, or the largest
     sample could never run (the engine checks it)."""
 
-    def __init__(
-        self, *, num_replicas: int, num_slots: int, num_pages: int, page_size: int, tokens_per_dispatch: int
-    ):
+    def __init__(self, *, num_replicas: int, num_slots: int, num_pages: int, page_size: int, tokens_per_dispatch: int):
         self.num_slots = num_slots
         self.page_size = page_size
         self.tokens_per_dispatch = tokens_per_dispatch

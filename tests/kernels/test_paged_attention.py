@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
 from jaxrl_kernels.paged_attention import api, cases
 
 NAMES = sorted(api.IMPLEMENTATIONS)
