@@ -15,7 +15,8 @@ def enable_compilation_cache() -> pathlib.Path:
 
     ``JAX_COMPILATION_CACHE_DIR`` chooses another folder; ``JAX_ENABLE_COMPILATION_CACHE=false`` turns it off.
     """
-    folder = jax.config.jax_compilation_cache_dir or str(_default_folder())
+    chosen = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    folder = chosen or str(_default_folder())
     jax.config.update("jax_compilation_cache_dir", folder)
     # By default only programs that took a second are kept; a run has hundreds that take less and add up.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

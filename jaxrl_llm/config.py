@@ -28,14 +28,16 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import ml_collections
+
 from jaxrl_llm import options
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import option
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
-
-__all__ = ["default_config", "load", "option", "resolve", "save", "with_mesh"]
+    ConfigDict = Any  # its attributes are made at run time, which no type checker can follow
+else:
+    ConfigDict = ml_collections.ConfigDict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,8 +294,6 @@ def default_config(algorithm: str = "grpo") -> ConfigDict:
     defaults. So ``--config.algorithm.name=…`` changes the algorithm without leaving another one's options
     behind. Nothing is checked here; ``resolve`` does, and knows the full path of every key.
     """
-    from ml_collections import ConfigDict
-
     values: dict[str, Any] = {}
     for field in dataclasses.fields(RunConfig):
         if field.name == "algorithm":
@@ -303,11 +303,11 @@ def default_config(algorithm: str = "grpo") -> ConfigDict:
         else:
             assert field.default_factory is not dataclasses.MISSING
             default = field.default_factory()
-            values[field.name] = dataclasses.asdict(default) if dataclasses.is_dataclass(default) else default
-    return ConfigDict(values, type_safe=False)
+            values[field.name] = default if isinstance(default, dict) else options.to_dict(default)
+    return ml_collections.ConfigDict(values, type_safe=False)
 
 
-def resolve(config: ConfigDict | Mapping[str, Any], device_count: int | None = None) -> RunConfig:
+def resolve(config: ConfigDict | dict[str, Any], device_count: int | None = None) -> RunConfig:
     """Validates a configuration and fills in every derived value. Touches no device and no file.
 
     Args:
@@ -319,8 +319,7 @@ def resolve(config: ConfigDict | Mapping[str, Any], device_count: int | None = N
     """
     from jaxrl_llm import validation
 
-    plain = config if isinstance(config, dict) else config.to_dict()
-    run = options.build(RunConfig, plain)
+    run = options.build(RunConfig, config if isinstance(config, dict) else config.to_dict())
     validation.refuse_or_warn(validation.conflicts(run))
     training = dataclasses.replace(
         run.training,

@@ -12,13 +12,10 @@ import pathlib
 import traceback
 import typing
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from jaxrl_llm.config import option_type
+from jaxrl_llm.config import ConfigDict, option_type
 from jaxrl_llm.errors import UserError
-
-if TYPE_CHECKING:
-    from ml_collections import ConfigDict
 
 PREFIX = "--config."
 
@@ -34,8 +31,6 @@ def read_config(location: str, overrides: Sequence[tuple[str, str]] = ()) -> Con
       UserError: there is no such file, it has no ``get_config``, or an override names an unknown option or has a
         value of the wrong type.
     """
-    from ml_collections import ConfigDict
-
     path, colon, argument = location.partition(":")
     if not pathlib.Path(path).is_file():
         raise UserError(f"--config={location}: there is no file {path!r}. Give a Python file with get_config().")

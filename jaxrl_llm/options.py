@@ -15,7 +15,7 @@ import os
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from jaxrl_llm.errors import UserError
 
@@ -108,9 +108,10 @@ def build(section: type[Section], values: Any, path: str = "", root: type | None
     root = root or section
     if not isinstance(values, Mapping):
         raise UserError(f"{path} = {values!r}: expected a group of options, got {_type_name(values)}.")
-    if hasattr(section, "from_mapping"):
-        return section.from_mapping(values, path, root)
-    fields = {field.name: field for field in dataclasses.fields(section)}
+    from_mapping = getattr(section, "from_mapping", None)
+    if from_mapping is not None:
+        return from_mapping(values, path, root)
+    fields = {field.name: field for field in dataclasses.fields(section)}  # pyright: ignore[reportArgumentType]
     for key in values:
         if key not in fields:
             raise unknown_option(path, str(key), fields, root)
@@ -163,7 +164,7 @@ def describe(section: type, path: str = "") -> Iterator[tuple[str, str]]:
     hints = typing.get_type_hints(section)
     for field in dataclasses.fields(section):
         name, annotation = _join(path, field.name), hints[field.name]
-        if dataclasses.is_dataclass(annotation):
+        if _is_section(annotation):
             yield from describe(annotation, name)
             continue
         default = field.default if field.default is not dataclasses.MISSING else {}
@@ -172,7 +173,7 @@ def describe(section: type, path: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _convert(annotation: Any, value: Any, metadata: Mapping[str, Any], path: str, root: type) -> Any:
-    if dataclasses.is_dataclass(annotation):
+    if _is_section(annotation):
         return build(annotation, value, path, root)
     origin = typing.get_origin(annotation)
     if origin is dict:
@@ -185,6 +186,10 @@ def _convert(annotation: Any, value: Any, metadata: Mapping[str, Any], path: str
     converted = _convert_scalar(annotation, value, path)
     _check_range(converted, metadata, path)
     return converted
+
+
+def _is_section(annotation: Any) -> TypeGuard[type]:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
 
 
 def _convert_dict(annotation: Any, value: Any, path: str, root: type) -> dict[str, Any]:

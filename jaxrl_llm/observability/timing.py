@@ -99,13 +99,13 @@ class CompileCounter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _on_duration(self, event: str, seconds: float, **_: object) -> None:
+    def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if self._open and event == _COMPILE_EVENT:
             with self._lock:
                 self.count += 1
-                self.seconds += seconds
+                self.seconds += duration_secs
 
-    def _on_event(self, event: str, **_: object) -> None:
+    def _on_event(self, event: str, **kwargs: str | int) -> None:
         if self._open and event == _CACHE_HIT_EVENT:
             with self._lock:
                 self.cache_hits += 1
