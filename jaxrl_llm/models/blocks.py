@@ -19,6 +19,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.placement import place
 from jaxrl_llm.models.platform import compiles_for_cpu
 from jaxrl_llm.models.rope import rotate
 
@@ -79,8 +80,8 @@ class Attention(nnx.Module):
     def project(self, x: Float[Array, "N D"]) -> tuple[Array, Array, Array]:
         """``[N, H, h]`` queries, ``[N, K, h]`` keys and values."""
         projected = []
-        for name in ("q", "k", "v"):
-            value = jnp.einsum("nd,dih->nih", x, getattr(self, name)[...])
+        for name, axis in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")):
+            value = place(jnp.einsum("nd,dih->nih", x, getattr(self, name)[...]), "rows", axis, None)
             projected.append(value + getattr(self, f"{name}_bias")[...][None] if self.biased else value)
         return projected[0], projected[1], projected[2]
 
@@ -114,7 +115,8 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
         if not self.fused:
-            return (jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])) @ self.down[...]
+            hidden = jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])
+            return place(hidden, "rows", "mlp") @ self.down[...]
         if not compiles_for_cpu():
             gate, up = jnp.einsum("nd,cfd->cnf", x, self.gate_up[...])
             return jnp.einsum("nf,df->nd", jax.nn.silu(gate) * up, self.down[...])

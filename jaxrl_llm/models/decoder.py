@@ -31,6 +31,7 @@ from jaxrl_llm.models import arrangement
 from jaxrl_llm.models.attention import NO_WINDOW, row_attention
 from jaxrl_llm.models.blocks import Block, RMSNorm
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.placement import gather_layer, place, splitting_axes
 from jaxrl_llm.models.rope import rope_tables
 from jaxrl_llm.types import Params, TokenOutputs
 
@@ -103,6 +104,8 @@ class Decoder:
     ) -> Float[Array, "R T D"]:
         """Hidden states after the final norm, in the dtype of the parameters.
 
+        Where parameters are split over ``fsdp``, trace this under ``jax.set_mesh`` (see ``placement.py``).
+
         Args:
           positions: restart at 0 with each segment.
           segment_ids: 0 is padding; a token sees its own segment only.
@@ -115,16 +118,22 @@ class Decoder:
 
         def layer(x: Float[Array, "N D"], layer_data: dict[str, Any]) -> tuple[Float[Array, "N D"], None]:
             def attend(q: Array, k: Array, v: Array) -> Array:
-                q, k, v = (value.reshape(rows, num_tokens, *value.shape[1:]) for value in (q, k, v))
+                q, k, v = (
+                    place(value.reshape(rows, num_tokens, *value.shape[1:]), "rows", None, axis, None)
+                    for value, axis in ((q, "heads"), (k, "kv_heads"), (v, "kv_heads"))
+                )
                 window = layer_data["window"]
                 attended = row_attention(q, k, v, positions, segment_ids, window, self.config.scale)
-                return attended.reshape(rows * num_tokens, *attended.shape[2:])
+                attended = place(attended, "rows", None, "heads", None)
+                return place(attended.reshape(rows * num_tokens, *attended.shape[2:]), "rows", "heads", None)
 
-            return self._block(layer_data["params"], fused=False)(x, rope, attend), None
+            block = self._block(gather_layer(layer_data["params"]), fused=False)
+            return place(block(x, rope, attend), "rows", None), None
 
         if remat == "full":
             layer = jax.checkpoint(layer, prevent_cse=False)
-        x = self._embed(params, tokens).reshape(rows * num_tokens, -1)
+        x = place(self._embed(params, tokens), "rows", None, None).reshape(rows * num_tokens, -1)
+        x = place(x, "rows", None)
         windows = np.array([NO_WINDOW if window is None else window for window in self.config.windows], np.int32)
         for name, run in self.runs.items():
             data = {"params": params["blocks"][name], "window": jnp.asarray(windows[run.start : run.stop])}
@@ -157,6 +166,7 @@ class Decoder:
             temperature,
             vocab_size=self.config.vocab_size,
             chunk_tokens=chunk_tokens,
+            mesh_axes=splitting_axes(rows=tokens.shape[0], vocab=self.config.padded_vocab_size),
         )
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
@@ -217,7 +227,8 @@ class Decoder:
         return nnx.merge(_block_definition(self.config, fused), params)
 
     def _embed(self, params: Params, tokens: Int[Array, "*n"]) -> Float[Array, "*n D"]:
-        return jnp.take(params["embed"]["weight"], tokens, axis=0, mode="clip")
+        table = place(params["embed"]["weight"], "vocab", None)
+        return jnp.take(table, tokens, axis=0, mode="clip")
 
     def _final_norm(self, params: Params, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
         norm = nnx.merge(_norm_definition(self.config.hidden_size, self.config.norm_eps), params["final_norm"])

@@ -119,5 +119,4 @@ def _rotate_half(x: Float[Array, "N H h"]) -> Float[Array, "N H h"]:
     index = np.arange(half)
     permutation[index + half, index] = -1.0
     permutation[index, index + half] = 1.0
-    flat = x.reshape(-1, 2 * half)
-    return jnp.dot(flat, permutation, precision=jax.lax.Precision.HIGHEST).reshape(x.shape)
+    return jnp.einsum("nih,hj->nij", x, permutation, precision=jax.lax.Precision.HIGHEST)

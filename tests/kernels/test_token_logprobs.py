@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from jaxrl_kernels.token_logprobs import xla
 from jaxrl_kernels.token_logprobs.api import token_logprobs
 from jaxrl_kernels.token_logprobs.cases import CASES, Case
@@ -90,7 +91,7 @@ def test_per_token_temperature():
 @pytest.mark.parametrize(("counted_per_row", "expected"), [((0, 0), 0), ((3, 1), 1), ((5, 2), 2), ((15, 0), 4)])
 def test_chunks_without_a_counted_token_are_skipped(monkeypatch, counted_per_row, expected):
     """Four places per row and chunk: a row's counted tokens, wherever they stand, fill ceil(n / 4) chunks. Seen to
-    catch: the condition always true; no compaction (sorting by the mask left out)."""
+    catch: the condition always true. (Sorting by the mask left out is caught by the comparison above.)"""
     runs = []
     project = xla._logits
 

@@ -220,7 +220,8 @@ def test_a_sharded_model_equals_one_device(shape):
     rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(("data", "fsdp")))
     placed = jax.device_put(params, TRAINING.shardings(mesh, decoder.logical_axes()))
     batch = jax.device_put((tokens, positions, segments, mask), rows)
-    actual = jax.jit(jax.value_and_grad(loss))(placed, *batch)
+    with jax.set_mesh(mesh):
+        actual = jax.jit(jax.value_and_grad(loss))(placed, *batch)
     norm = float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(expected[1]))))
     assert float(actual[0]) == pytest.approx(float(expected[0]), rel=1e-5)
     for leaf, wanted in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):

@@ -94,7 +94,5 @@ def test_the_tokenizer_and_its_template_come_along(tmp_path):
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     export_model(tmp_path / "model", decoder, params, tokenizer)
     again = AutoTokenizer.from_pretrained(tmp_path / "model")
-    assert (
-        again.chat_template == tokenizer.chat_template
-        and again("b a")["input_ids"][:1] == tokenizer("b a")["input_ids"][:1]
-    )
+    assert again.chat_template == tokenizer.chat_template
+    assert again("b")["input_ids"] == tokenizer("b")["input_ids"] == [1]

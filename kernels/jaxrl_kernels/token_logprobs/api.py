@@ -10,7 +10,16 @@ IMPLEMENTATIONS = {"xla": token_logprobs_xla, "reference": token_logprobs_refere
 
 
 def token_logprobs(
-    hidden, weight, tokens, mask, temperature, *, vocab_size=None, chunk_tokens=1024, implementation="auto"
+    hidden,
+    weight,
+    tokens,
+    mask,
+    temperature,
+    *,
+    vocab_size=None,
+    chunk_tokens=1024,
+    mesh_axes=None,
+    implementation="auto",
 ):
     """``logprobs[r, t] = log softmax(hidden[r, t - 1] @ weight.T / temperature)[tokens[r, t]]`` and its entropy.
 
@@ -24,6 +33,8 @@ def token_logprobs(
       temperature: above 0, a scalar or ``[R, T]``.
       vocab_size: rows of ``weight`` beyond it only pad the array and have probability 0; None counts all.
       chunk_tokens: number of tokens of all rows together whose logits exist at one time.
+      mesh_axes: ``(axes that split R, axis that splits V)`` of the mesh in context (``jax.set_mesh``): chunks and
+        logits are then kept split so, and the weight is gathered over all other axes. None leaves it to XLA.
       implementation: ``auto`` (``xla``), ``xla`` or ``reference``.
 
     Returns:
@@ -47,4 +58,4 @@ def token_logprobs(
     if temperature.ndim not in (0, 2):
         raise ValueError(f"temperature must be a scalar or {tokens.shape}; got {temperature.shape}")
     temperature = jnp.broadcast_to(temperature, tokens.shape)
-    return IMPLEMENTATIONS[name](hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens)
+    return IMPLEMENTATIONS[name](hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes)

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 
 
-def token_logprobs_reference(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens):
-    del chunk_tokens
+def token_logprobs_reference(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes):
+    del chunk_tokens, mesh_axes
     mask = mask & (jnp.arange(mask.shape[1]) > 0)[None, :]
     previous = jnp.roll(hidden, 1, axis=1)
     previous = jnp.where(mask[:, :, None], previous, 0)

@@ -14,22 +14,24 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 MASKED = -1e30  # finite, so that 0 * MASKED is 0
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def token_logprobs_xla(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens):
-    outputs, _ = _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def token_logprobs_xla(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes):
+    outputs, _ = _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes)
     return outputs
 
 
-def _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens):
-    chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, chunk_tokens)
+def _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes):
+    weight = _place(weight, mesh_axes, "vocabulary", None)
+    chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, chunk_tokens, mesh_axes)
 
     def one(index, chunk):
         def compute():
-            logits, hits = _logits(chunk, weight, vocab_size)  # [n, V]
+            logits, hits = _logits(chunk, weight, vocab_size, mesh_axes)  # [n, V]
             peak = logits.max(-1)
             exponentials = jnp.exp(logits - peak[:, None])
             total = exponentials.sum(-1)
@@ -49,17 +51,18 @@ def _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens
     return outputs, (hidden, weight, tokens, mask, temperature, *outputs)
 
 
-def _backward(vocab_size, chunk_tokens, saved, cotangents):
+def _backward(vocab_size, chunk_tokens, mesh_axes, saved, cotangents):
     hidden, weight, tokens, mask, temperature, logprobs, entropy = saved
     d_logprobs, d_entropy = cotangents
     extra = {"logprob": logprobs, "entropy": entropy, "d_logprob": d_logprobs, "d_entropy": d_entropy}
-    chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, chunk_tokens, extra)
+    weight = _place(weight, mesh_axes, "vocabulary", None)
+    chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, chunk_tokens, mesh_axes, extra)
 
     def one(carry, chunk):
         index, d_weight = carry
 
         def compute(d_weight):
-            logits, hits = _logits(chunk, weight, vocab_size)
+            logits, hits = _logits(chunk, weight, vocab_size, mesh_axes)
             flat = {name: chunk[name].reshape(-1) for name in (*extra, "mask", "temperature")}
             chosen_logit = jnp.where(hits, logits, 0.0).sum(-1)
             log_total = jnp.where(flat["mask"], chosen_logit - flat["logprob"], 0.0)  # finite where masked, too
@@ -90,15 +93,10 @@ def _backward(vocab_size, chunk_tokens, saved, cotangents):
     return d_hidden.astype(hidden.dtype), d_weight.astype(weight.dtype), None, None, jnp.zeros_like(temperature)
 
 
-token_logprobs_xla.defvjp(
-    lambda hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens: _forward(
-        hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens
-    ),
-    _backward,
-)
+token_logprobs_xla.defvjp(_forward, _backward)
 
 
-def _chunks(hidden, tokens, mask, temperature, chunk_tokens, extra=None):
+def _chunks(hidden, tokens, mask, temperature, chunk_tokens, mesh_axes, extra=None):
     """Counted tokens first in each row, cut into chunks ``[C, R, c, ...]``.
 
     Returns the chunks by name, how many of them hold a counted token, and the way back to ``[R, T, ...]``.
@@ -114,7 +112,7 @@ def _chunks(hidden, tokens, mask, temperature, chunk_tokens, extra=None):
         value = jnp.take_along_axis(value, index.reshape(index.shape + (1,) * (value.ndim - 2)), axis=1)
         padding = [(0, 0), (0, num_chunks * width - num_tokens)] + [(0, 0)] * (value.ndim - 2)
         value = jnp.pad(value, padding).reshape(num_rows, num_chunks, width, *value.shape[2:])
-        return jnp.moveaxis(value, 1, 0)
+        return _place(jnp.moveaxis(value, 1, 0), mesh_axes, None, "rows", *[None] * (value.ndim - 2))
 
     def restore(value):
         value = jnp.moveaxis(value, 0, 1).reshape(num_rows, num_chunks * width, *value.shape[3:])
@@ -128,10 +126,20 @@ def _chunks(hidden, tokens, mask, temperature, chunk_tokens, extra=None):
     return chunks, num_used, restore
 
 
-def _logits(chunk, weight, vocab_size):
+def _place(value, mesh_axes, *kinds):
+    """Constrains dimensions of the kind 'rows' or 'vocabulary' to the mesh axes that split them; no-op without."""
+    if mesh_axes is None:
+        return value
+    names = dict(zip(("rows", "vocabulary"), mesh_axes, strict=True))
+    return jax.lax.with_sharding_constraint(value, PartitionSpec(*(names.get(kind) for kind in kinds)))
+
+
+def _logits(chunk, weight, vocab_size, mesh_axes):
     """Tempered float32 logits ``[n, V]`` of a chunk, and where each token's own logit stands."""
     rows = chunk["hidden"].reshape(-1, weight.shape[1])
+    rows = _place(rows, mesh_axes, "rows", None)
     logits = jnp.einsum("nd,vd->nv", rows, weight, preferred_element_type=jnp.float32)
+    logits = _place(logits, mesh_axes, "rows", "vocabulary")
     temperature = jnp.where(chunk["mask"], chunk["temperature"], 1.0).reshape(-1)
     logits = logits / temperature[:, None]
     column = jnp.arange(weight.shape[0], dtype=jnp.int32)[None, :]
