@@ -9,14 +9,14 @@ A configuration is a Python file (`config.py` says how to write one); ``--config
 lives in its work folder: the same command goes on where it was, and eval, generate and export use its newest
 checkpoint. From here, read `trainer.py`, then what it calls.
 
-Exit codes: 0 done · 2 bad input · 3 the run stopped itself (a check failed) · 75 ended by SIGTERM after saving.
+Exit codes: 0 done · 2 bad input · 3 the run stopped itself (a check failed) · 75 ended by SIGTERM after saving ·
+130 interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -48,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 3
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -71,11 +74,12 @@ def run(arguments: Sequence[str]) -> None:
 
     config = resolve(read_config(options.config, overrides))
     require_inputs(config, options)
-    logging.basicConfig(level=config.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
 
     from jaxrl_llm.compilation_cache import enable_compilation_cache
+    from jaxrl_llm.observability.logs import show_logs
     from jaxrl_llm.trainer import Trainer
 
+    show_logs(config.log_level)
     enable_compilation_cache()
     workdir = options.workdir or default_workdir(options.config)
     COMMANDS[options.command](Trainer(config, workdir), options)

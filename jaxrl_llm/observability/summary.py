@@ -18,9 +18,9 @@ def summarize(rows: Sequence[Row], num_steps: int) -> list[tuple[str, str]]:
     for progress.
     """
     lines = [("steps", f"{max((int(row['step']) for row in rows), default=0)} of {num_steps}")]
-    for label, name in (("mean reward", "reward/mean"), ("loss", "loss/total")):
-        values = _values(rows, name)
-        if values:
+    rewards, losses = _values(rows, "reward/mean"), _values(rows, "loss/total")
+    for label, values in (("mean reward", rewards), ("loss", [] if rewards else losses)):
+        if values:  # a policy loss says nothing by itself, so a loss is shown only where there is no reward
             tenth = max(len(values) // 10, 1)
             lines.append((label, f"{_mean(values[:tenth]):.3f} → {_mean(values[-tenth:]):.3f}"))
     for label, name in (("held-out accuracy", "eval/accuracy"), ("held-out reward", "eval/reward/mean")):

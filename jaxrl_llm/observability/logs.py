@@ -1,0 +1,26 @@
+"""The package's log messages on standard error, in step with the progress bar."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+class _CurrentStderr(logging.Handler):
+    """Writes to what ``sys.stderr`` is now: a live progress bar replaces it, to print above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr)
+
+
+def show_logs(level: str) -> None:
+    """Shows messages of this package from ``level`` on, and warnings of every other library.
+
+    Args:
+      level: ``debug``, ``info``, ``warning`` or ``error``.
+    """
+    handler = _CurrentStderr()
+    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
+    logging.getLogger("jaxrl_llm").setLevel(level.upper())
+    logging.getLogger("absl").setLevel(logging.WARNING)  # orbax logs each file it moves, at a level of its own
