@@ -84,7 +84,6 @@ def gguf_tokenizer(file: Path) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = _pre_tokenizer(pre)
     backend.decoder = decoders.ByteLevel()
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL]
-    backend.add_special_tokens(special)
     backend.add_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED])
 
     names = {"bos": "bos", "eos": "eos", "padding": "pad"}  # GGUF's name -> transformers'

@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError
 TEXTS = [
     "Hello, world! It's 3,141.59 o'clock.",
     "  two spaces\n\n\ttabs and CAPS and naïve café 東京 🙂🙂",
-    "<|im_start|>user\nWhat is 17 + 26?<|im_end|>\n",
+    "<|im_start|>user\nWhat is 17 + 26?<|im_end|>\n<repo_name>",
     "x=1234567890;def f(a):\n    return a**2",
     "",
 ]
@@ -33,7 +33,7 @@ def smollm2() -> Path:
 def test_gguf_equals_transformers(smollm2: Path):
     """Ids, special tokens and chat template of a real file, against transformers' reader, which needs torch.
 
-    Seen to catch: special tokens added as plain text; merges left out.
+    Seen to catch: only the named special tokens known as such.
     """
     from transformers import AutoTokenizer
 
