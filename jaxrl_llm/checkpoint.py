@@ -29,9 +29,13 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Keeps the last `keep` and, on top of them, the one with the best metric."""
+    """The checkpoints of one run. Keeps the last `keep` and, on top of them, the one with the best metric.
 
-    def __init__(self, workdir: pathlib.Path, config: CheckpointConfig):
+    Args:
+      read_only: creates, deletes and cleans nothing.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: CheckpointConfig, *, read_only: bool = False):
         self.config = config
         self.directory = (workdir / "checkpoints").absolute()
         policies: list[preservation.PreservationPolicy] = [preservation.LatestN(config.keep)]
@@ -46,7 +50,10 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=preservation.AnyPreservationPolicy(policies), cleanup_tmp_directories=True
+                preservation_policy=preservation.AnyPreservationPolicy(policies),
+                cleanup_tmp_directories=not read_only,
+                create=not read_only,
+                read_only=read_only,
             ),
             item_names=("state", "host"),
         )
@@ -93,15 +100,11 @@ class Checkpoints:
                 f"{self.directory}: no complete checkpoint{'' if step is None else f' of step {step}'} there; "
                 f"complete ones: {sorted(self._manager.all_steps()) or 'none'}."
             )
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), template
-        )
+        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), template)
         try:
             restored = self._manager.restore(
                 step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()
-                ),
+                args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()),
             )
         except (ValueError, KeyError, FileNotFoundError) as error:
             raise UserError(

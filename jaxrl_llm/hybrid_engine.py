@@ -96,8 +96,9 @@ class HybridEngine:
         out: Params = {"layers": []}
         for name, axes in self._axes.items():
             if name != "layers":
-                cast = jax.tree.map(lambda leaf: leaf if leaf.dtype == self.dtype else self._cast(leaf), params[name])
-                out[name] = mover.add(cast, axes)
+                same = all(leaf.dtype == self.dtype for leaf in jax.tree.leaves(params[name]))
+                cast = params[name] if same else jax.tree.map(self._cast, params[name])
+                out[name] = mover.add(cast, axes, fresh=not same)
         for run in params["blocks"].values():
             for index in range(jax.tree.leaves(run)[0].shape[0]):
                 axes = self._axes["layers"][len(out["layers"])]
@@ -110,7 +111,7 @@ class HybridEngine:
 
 @dataclasses.dataclass
 class _Slot:
-    """An array on its way; `fresh` ones are temporaries whose source is freed when they have moved."""
+    """An array on its way; `fresh` says that it does not share the training parameters' buffers."""
 
     array: jax.Array
     target: NamedSharding
@@ -137,20 +138,27 @@ class _BucketMover:
         return jax.tree.map(one, tree, axes)
 
     def flush(self) -> None:
-        sources = [slot.array for slot in self.pending]
-        results = jax.device_put(sources, [slot.target for slot in self.pending])
-        jax.block_until_ready(results)
-        for slot, source, result in zip(self.pending, sources, results, strict=True):
+        # Equal shardings need nothing: the same array is handed on, and no buffer is copied.
+        moving = [slot for slot in self.pending if not _same_sharding(slot.array, slot.target)]
+        results = jax.device_put([slot.array for slot in moving], [slot.target for slot in moving])
+        for slot, result in zip(moving, results, strict=True):
+            source = slot.array
             self.moved_bytes += received_bytes(source.shape, source.dtype.itemsize, source.sharding, slot.target)
-            if result is not source or slot.fresh:
-                self.copied_bytes += sum(shard.data.nbytes for shard in result.addressable_shards)
-            slot.array = result
+            slot.array, slot.fresh = result, True
+        jax.block_until_ready([slot.array for slot in self.pending])
+        self.copied_bytes += sum(
+            shard.data.nbytes for slot in self.pending if slot.fresh for shard in slot.array.addressable_shards
+        )
         self.pending, self.pending_bytes = [], 0
 
     def finish(self) -> int:
         if self.pending:
             self.flush()
         return self.moved_bytes
+
+
+def _same_sharding(array: jax.Array, target: NamedSharding) -> bool:
+    return array.sharding.is_equivalent_to(target, array.ndim)
 
 
 def received_bytes(

@@ -121,9 +121,7 @@ class Rollout:
     ) -> Rollouts:
         """Completions with their rewards; arguments as in `complete`."""
         timer = timer or PhaseTimer()
-        groups = self.complete(
-            params, examples, step=step, samples=samples, temperature=temperature, timer=timer
-        )
+        groups = self.complete(params, examples, step=step, samples=samples, temperature=temperature, timer=timer)
         group = np.repeat(np.arange(len(examples), dtype=np.int32), [len(one) for one in groups])
         completions = [completion for one in groups for completion in one]
         texts = [completion.text for completion in completions]
@@ -163,9 +161,10 @@ class Rollout:
         )
 
     def close(self) -> None:
-        """Ends the reward workers if there are any."""
-        if "reward_runner" in self.__dict__:
-            self.reward_runner.close()
+        """Ends the reward workers if there are any; the next use starts them again."""
+        runner = self.__dict__.pop("reward_runner", None)
+        if runner is not None:
+            runner.close()
 
 
 def _reward_metrics(total: np.ndarray, components: dict[str, np.ndarray]) -> dict[str, float]:

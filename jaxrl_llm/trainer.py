@@ -29,6 +29,7 @@ from jaxrl_llm.algorithms.interface import Sequences
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.data.dataset import PromptData
+from jaxrl_llm.data.examples import load_examples
 from jaxrl_llm.data.prompts import encode_prompts, render_prompt
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
@@ -53,6 +54,8 @@ class Trainer:
       workdir: the run's folder; one that holds a run already is resumed. None keeps nothing on disk.
       rewards: Python functions by reward name, in place of ``config.rewards`` entries' functions.
       tokenizer: in place of the one at `config.tokenizer.path`.
+      read_only: only read checkpoints from `workdir`: nothing is written there, and options may differ from the
+        run's (evaluation, generation, export).
       devices: all by default.
     """
 
@@ -63,17 +66,18 @@ class Trainer:
         *,
         rewards: dict[str, Callable[..., Any]] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        read_only: bool = False,
         devices: Sequence[jax.Device] | None = None,
     ):
         self.mesh = make_mesh(config.mesh, devices)
         self.config = config = configs.with_mesh(config, self.mesh.size)
         self.algorithm = ALGORITHMS[config.algorithm.name]
         self.options = config.algorithm.options
-        self.workdir = None if workdir is None else Workdir(workdir, config)
+        self.workdir = None if workdir is None or read_only else Workdir(workdir, config)
 
         self.tokenizer = load_tokenizer(config.tokenizer.path) if tokenizer is None else tokenizer
-        self.data = self._open_data(config.data.train, config.train_batch_size) if config.data.train else None
-        self.eval_data = self._open_data(config.data.eval, None) if config.data.eval else None
+        self.data = self._open_data() if config.data.train else None
+        self.eval_examples = self._read_eval_examples() if config.data.eval else []
         self.total_steps = (
             configs.step_counts(config, self.data.num_rows).total_steps if self.data else config.num_steps
         )
@@ -115,9 +119,10 @@ class Trainer:
         )
         self._logprobs = update.make_logprobs(forward, self.mesh)
         self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, rewards)
-        folder = None if self.workdir is None else self.workdir.path
-        self.checkpoints = None if folder is None else Checkpoints(folder, config.checkpoint)
-        self.log = RunLog(folder)
+        self.checkpoints = None
+        if workdir is not None and (not read_only or pathlib.Path(workdir, "checkpoints").is_dir()):
+            self.checkpoints = Checkpoints(pathlib.Path(workdir), config.checkpoint, read_only=read_only)
+        self.log = RunLog(None if self.workdir is None else self.workdir.path)
         self._preempted = threading.Event()
 
     # --- the loop ---------------------------------------------------------------------------------------------
@@ -135,11 +140,15 @@ class Trainer:
             )
         if self.restore() and self.step_index >= self.total_steps:
             raise UserError(
-                f"The run in {self.workdir.path if self.workdir else None} is complete: {self.step_index} of {self.total_steps} steps are done, so "
-                "there is nothing to train. Raise num_steps to go on, or choose another --workdir to start again."
+                f"num_steps={self.total_steps}: the run in this --workdir has done {self.step_index} steps already, so there "
+                "is nothing to train. Raise num_steps to go on, or choose another --workdir to start again."
             )
         metrics: dict[str, float] = {}
-        with self._sigterm(), self.log.progress(self.total_steps, self.step_index):
+        with (
+            contextlib.closing(self),
+            self._sigterm(),
+            self.log.progress(self.total_steps, self.step_index),
+        ):
             if self.step_index == 0 and self.config.eval.before:
                 self._evaluate(metrics)
                 self.log.write(0, metrics)
@@ -158,9 +167,7 @@ class Trainer:
                 ):
                     self.save(metrics)
                 if stop and not last:
-                    self.close()
                     raise Preempted(f"Saved after step {self.step_index} of {self.total_steps}.")
-        self.close()
         self.log.summary(self.total_steps)
         return metrics
 
@@ -182,12 +189,9 @@ class Trainer:
         self.step_index += 1
         metrics = {**rollouts.metrics, **sequences.metrics, **learned, **self.log.machine_metrics()}
         metrics |= timer.metrics()
-        trained = sum(
-            len(ids) for ids, mask in zip(sequences.tokens, sequences.loss_mask, strict=True) if mask.any()
-        )
-        metrics["perf/train_tokens_per_s"] = (
-            trained * self.config.training.epochs / max(metrics["time/update_s"], 1e-9)
-        )
+        trained = sum(len(ids) for ids, mask in zip(sequences.tokens, sequences.loss_mask, strict=True) if mask.any())
+        metrics["perf/train_tokens_per_s"] = trained * self.config.training.epochs / max(metrics["time/update_s"], 1e-9)
+        self._check(metrics, rollouts)
         return metrics, rollouts
 
     def _learn(self, sequences: Sequences, timer: PhaseTimer) -> dict[str, float]:
@@ -210,8 +214,7 @@ class Trainer:
                     )
                     found.append({name: float(value) for name, value in jax.device_get(metrics).items()})
         return {
-            name: (max if name.endswith("_max") else _mean)([metrics[name] for metrics in found])
-            for name in found[0]
+            name: (max if name.endswith("_max") else _mean)([metrics[name] for metrics in found]) for name in found[0]
         }
 
     def _pack(self, sequences: Sequences) -> tuple[Any, packing.Placement]:
@@ -236,9 +239,7 @@ class Trainer:
         for members in packing.mini_batches(sequences, self.config.training.mini_batch_size):
             batch, placement = self._pack(packing.select(sequences, members))
             rows = update.put_rows(batch, self.mesh)
-            values = np.asarray(
-                self._logprobs(self.roles[role].params, rows, jnp.int32(batch.num_micro_batches))
-            )
+            values = np.asarray(self._logprobs(self.roles[role].params, rows, jnp.int32(batch.num_micro_batches)))
             lengths = [len(sequences.tokens[n]) for n in members]
             for n, one in zip(members, packing.unpack(values, placement, lengths), strict=True):
                 out[n] = one
@@ -248,15 +249,12 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Accuracy, mean reward and pass@k of the current policy on `data.eval`."""
-        if self.eval_data is None:
+        if not self.eval_examples:
             raise UserError("data.eval is empty: evaluation needs a held-out file of prompts with answers.")
-        examples = self.eval_data.all_examples()
-        if self.config.eval.max_rows:
-            examples = examples[: self.config.eval.max_rows]
-        return evaluate.evaluate(self.rollout, self.roles["policy"].params, examples, self.config)
+        return evaluate.evaluate(self.rollout, self.roles["policy"].params, self.eval_examples, self.config)
 
     def _evaluate(self, metrics: dict[str, float]) -> None:
-        if self.eval_data is not None:
+        if self.eval_examples:
             metrics |= self.evaluate()
 
     def generate(self, prompts: Sequence[str]) -> list[list[str]]:
@@ -322,9 +320,7 @@ class Trainer:
         host = {
             "data": self.data.state() if self.data else None,
             "memory": self.memory,
-            "versions": {
-                name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "flax", "optax")
-            },
+            "versions": {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "flax", "optax")},
         }
         self.checkpoints.save(self.step_index, self.roles, host, metrics)
 
@@ -360,23 +356,23 @@ class Trainer:
         model, multiple = self.config.model, self.mesh.shape["tensor"]
         if model.architecture:
             key = jax.random.key(self.config.seed)
-            return init_model(
-                model.architecture, key, mesh=self.mesh, layout=TRAINING, vocab_multiple=multiple
-            )
-        return load_model(
-            model.path, mesh=self.mesh, layout=TRAINING, dtype=jnp.float32, vocab_multiple=multiple
-        )
+            return init_model(model.architecture, key, mesh=self.mesh, layout=TRAINING, vocab_multiple=multiple)
+        return load_model(model.path, mesh=self.mesh, layout=TRAINING, dtype=jnp.float32, vocab_multiple=multiple)
 
-    def _open_data(self, path: str, batch_size: int | None) -> PromptData:
-        """The rows of a file; every process holds the global batch, and the engine gives each replica its part."""
+    def _open_data(self) -> PromptData:
+        """The training rows; every process holds the global batch, and the engine gives each replica its part."""
         return PromptData(
             self.config.data,
             self.tokenizer,
-            path=path,
-            batch_size=batch_size,
+            batch_size=self.config.train_batch_size,
             seed=self.config.seed,
             max_response_tokens=None if self.algorithm.generates else self.config.rollout.max_new_tokens,
         )
+
+    def _read_eval_examples(self) -> list[Example]:
+        data = self.config.data
+        examples, _ = load_examples(data, self.tokenizer, data.eval, max_prompt_tokens=data.max_prompt_tokens)
+        return examples[: self.config.eval.max_rows] if self.config.eval.max_rows else examples
 
     def _agree(self, flag: bool) -> bool:
         """True on every process if it is on any: what steers device work must be the same everywhere."""
@@ -396,30 +392,36 @@ class Trainer:
         finally:
             signal.signal(signal.SIGTERM, previous)
 
-    def _check(self, metrics: dict[str, float]) -> None:
-        """Stops a run that computes nonsense, before it is saved.
+    def _check(self, metrics: dict[str, float], rollouts: Rollouts) -> None:
+        """Stops a run that computes nonsense: before it is saved, but with its metrics and samples written.
 
         Raises:
           RunStopped: see the messages.
         """
+        problem = self._problem(metrics)
+        if problem:
+            self.log.write(self.step_index, metrics, rollouts)
+            raise RunStopped(f"Step {self.step_index}: {problem}")
+
+    def _problem(self, metrics: dict[str, float]) -> str:
+        """What is wrong with a step, and what to look at; empty if nothing is."""
         bad = [name for name in ("loss/total", "policy/grad_norm") if not np.isfinite(metrics.get(name, 0.0))]
         if bad:
-            raise RunStopped(
-                f"Step {self.step_index}: {bad[0]} is {metrics[bad[0]]}. The update was not applied and nothing of it "
+            return (
+                f"{bad[0]} is {metrics[bad[0]]}. The update was not applied and nothing of it "
                 "was saved; the last checkpoint is good. Look at the rewards of this step (samples.jsonl), "
                 "at optimizer.learning_rate and optimizer.clip_norm, and in bfloat16 at dtype='float32'."
             )
         bounds = self.config.checks.bounds(str(np.dtype(self.dtype)))
-        for name, bound in zip(
-            ("rollout/logprob_diff_mean", "rollout/logprob_diff_max"), bounds, strict=True
-        ):
+        for name, bound in zip(("rollout/logprob_diff_mean", "rollout/logprob_diff_max"), bounds, strict=True):
             if metrics.get(name, 0.0) > bound:
-                raise RunStopped(
-                    f"Step {self.step_index}: {name} is {metrics[name]:.3g}, above its bound {bound:g}. The decoder "
+                return (
+                    f"{name} is {metrics[name]:.3g}, above its bound {bound:g}. The decoder "
                     "and the trainer disagree on the probability of the sampled tokens, so the loss is computed for "
                     "another policy than the one that wrote them. It was not saved. Look at rollout.attention, "
                     "dtype and jax_default_matmul_precision; checks.* sets the bounds if this size is known to be fine."
                 )
+        return ""
 
 
 @dataclasses.dataclass

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
 import pathlib
+import weakref
 from typing import Any
 
 from jaxrl_llm import config as configs
@@ -65,11 +67,12 @@ class Workdir:
                 "overwritten. Choose another --workdir, or move those files away."
             )
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / ".lock").open("w")
+        lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
+        self._unlock = weakref.finalize(self, os.close, lock)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._lock.close()
+            self._unlock()
             raise UserError(
                 f"--workdir={self.path} is in use by another process. Wait for it, or choose another --workdir."
             ) from None
@@ -79,7 +82,7 @@ class Workdir:
 
     def close(self) -> None:
         """Gives the folder free."""
-        self._lock.close()
+        self._unlock()
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -31,10 +31,11 @@ def test_values_and_shardings(shape, bucket_bytes):
     """Caught: layers in the wrong order; a bucket flushed before its last array is put."""
     engine, params = engine_and_params(shape, bucket_bytes=bucket_bytes)
     moved = engine.to_generation(params)
-    expected = engine.decoder.generation_params(jax.device_get(params))
+    expected = engine.decoder.generation_params(jax.device_put(jax.device_get(params)))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(moved), jax.device_get(expected))
     shardings = GENERATION.shardings(engine.mesh, engine.decoder.generation_axes())
-    assert jax.tree.all(jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding, moved, shardings))
+    placed = jax.tree.map(lambda leaf, sharding: leaf.sharding.is_equivalent_to(sharding, leaf.ndim), moved, shardings)
+    assert jax.tree.all(placed)
 
 
 def test_moved_bytes_are_the_theoretical_minimum():

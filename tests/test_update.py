@@ -49,9 +49,7 @@ def make_sequences() -> Sequences:
         masks.append(mask)
         parts["advantages"].append(np.where(mask, generator.normal(), 0).astype(np.float32))
         for name in ("old", "ref", "sampler"):
-            parts[name].append(
-                np.where(mask, -3.9 + 0.2 * generator.normal(size=len(mask)), 0).astype(np.float32)
-            )
+            parts[name].append(np.where(mask, -3.9 + 0.2 * generator.normal(size=len(mask)), 0).astype(np.float32))
     masks[3][:] = False  # a sequence that is left out, such as one without a score
     return Sequences(
         tokens,
@@ -69,9 +67,7 @@ def initial_params():
     return jax.device_get(Decoder(CONFIG).init(jax.random.key(1)))
 
 
-def one_sgd_step(
-    mesh_shape=(1, 1, 1, 1), row_tokens=16, micro_batch_tokens=64, extra_micro_batches=0, options=OPTIONS
-):
+def one_sgd_step(mesh_shape=(1, 1, 1, 1), row_tokens=16, micro_batch_tokens=64, extra_micro_batches=0, options=OPTIONS):
     """Parameters after one step, its loss and the gradient's norm, on a (data, fsdp, tensor, pipeline) mesh."""
     data, fsdp, tensor, pipeline = mesh_shape
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor, pipeline=pipeline)

@@ -121,7 +121,9 @@ def measure_trl(python: str, model: str, work: Workload) -> dict[str, float]:
         export_model(pathlib.Path(folder) / "model", decoder, params, load_tokenizer(model))
         del params
         script = pathlib.Path(__file__).with_name("trl_step.py")
-        flags = [f"--{name}={getattr(work, name)}" for name in ("prompts", "samples", "prompt_tokens", "new_tokens", "steps")]
+        flags = [
+            f"--{name}={getattr(work, name)}" for name in ("prompts", "samples", "prompt_tokens", "new_tokens", "steps")
+        ]
         done = subprocess.run(
             [python, str(script), "--model", f"{folder}/model", *flags], capture_output=True, text=True, check=False
         )
@@ -143,8 +145,10 @@ def main() -> None:
     from rich.table import Table
 
     figures = measure(arguments.model, work)
-    table = Table(title=f"One GRPO step: {work.prompts} prompts x {work.samples} samples, "
-                        f"{work.prompt_tokens} + {work.new_tokens} tokens, {arguments.model}")
+    table = Table(
+        title=f"One GRPO step: {work.prompts} prompts x {work.samples} samples, "
+        f"{work.prompt_tokens} + {work.new_tokens} tokens, {arguments.model}"
+    )
     table.add_column("figure")
     table.add_column("value", justify="right")
     for name, value in figures.items():
@@ -156,8 +160,9 @@ def main() -> None:
     Console().print(table)
     if arguments.json:
         about = {
-            "workload": vars(work) if not hasattr(work, "__dataclass_fields__") else
-            {name: getattr(work, name) for name in work.__dataclass_fields__},
+            "workload": vars(work)
+            if not hasattr(work, "__dataclass_fields__")
+            else {name: getattr(work, name) for name in work.__dataclass_fields__},
             "model": arguments.model,
             "machine": platform.machine(),
             "python": platform.python_version(),

@@ -1,0 +1,39 @@
+"""The notebook interface."""
+
+import numpy as np
+import pytest
+
+import jaxrl_llm
+from jaxrl_llm.errors import UserError
+
+OPTIONS = {"rollout.samples_per_prompt": 4, "rollout.num_slots": 8, "training.row_tokens": 16, "mesh.fsdp": 8}
+
+
+def test_step_takes_any_number_of_prompts_and_a_local_function():
+    """Caught: a step that drops prompts beyond train_batch_size; a reward that must be importable."""
+    seen = 0.5
+
+    def reward(prompt, completion, answer):  # a closure, as in a notebook cell
+        return float(completion == answer) + seen
+
+    with jaxrl_llm.RLTrainer(
+        model="builtin:tiny_addition", reward=reward, train_batch_size=2, rollout_len=4, options=OPTIONS
+    ) as trainer:
+        for prompts in (["1+2=", "3+4=", "5+6="], ["7+8="]):
+            answers = [str(eval(prompt[:-1])) for prompt in prompts]
+            metrics, rollouts = trainer.step(prompts, answers)
+            assert len(rollouts.texts) == 4 * len(prompts)
+            expected = [
+                float(text == answers[index]) + seen for text, index in zip(rollouts.texts, rollouts.group, strict=True)
+            ]
+            np.testing.assert_allclose(rollouts.rewards, expected)
+            assert metrics["reward/mean"] == pytest.approx(np.mean(expected))
+        with pytest.raises(UserError, match="max_prompt_tokens"):
+            trainer.step(["1+" * 40])
+        with pytest.raises(UserError, match="answers"):
+            trainer.step(["1+2="], answers=["3", "4"])
+
+
+def test_wrong_options_are_refused_before_anything_runs():
+    with pytest.raises(UserError, match=r"optimizer\.learning_rate"):
+        jaxrl_llm.RLTrainer(model="builtin:tiny_addition", reward="exact_match", options={"optimizer.learning_rte": 1})
