@@ -205,7 +205,7 @@ def test_dtype_of_the_parameters_is_the_dtype_of_compute():
 @pytest.mark.parametrize("shape", [(2, 1, 2, 2), (1, 1, 4, 2)])
 def test_a_sharded_model_equals_one_device(shape):
     """Value and gradient under the training layout, rows over data and fsdp; hidden states under the generation
-    layout. Seen to catch: the axes of gate_up exchanged (an error from the partitioner)."""
+    layout."""
     decoder, params = tiny_model(qkv_bias=True)
     params = _randomized(params)
     tokens, positions, segments = one_segment(_tokens(8, 12))
@@ -238,6 +238,33 @@ def test_a_sharded_model_equals_one_device(shape):
     hidden = jax.jit(lambda params: decoder.generation_hidden(params, tokens, positions, attend))(arranged)
     wanted = jax.jit(decoder.hidden)(params, tokens, positions, segments)
     np.testing.assert_allclose(np.asarray(hidden), np.asarray(wanted), atol=5e-5)
+
+
+def test_each_logical_axis_lies_on_its_own_dimension():
+    """Both arrangements, by sizes that differ from each other. Seen to catch: the axes of gate_up exchanged, which a
+    mesh that divides both dimensions would accept."""
+    decoder = Decoder(
+        tiny_config(
+            vocab_size=61,
+            padded_vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            num_heads=10,
+            num_kv_heads=5,
+            head_size=14,
+            num_layers=3,
+            windows=(None,) * 3,
+            qkv_bias=True,
+            qk_norm=True,
+        )
+    )
+    sizes = {"layers": 3, "vocab": 61, "embed": 32, "mlp": 48, "heads": 10, "kv_heads": 5, "head": 14}
+    params = decoder.abstract_params()
+    arranged = jax.eval_shape(decoder.generation_params, params)
+    for tree, axes_tree in ((params, decoder.logical_axes()), (arranged, decoder.generation_axes())):
+        axes = jax.tree.leaves(axes_tree, is_leaf=lambda leaf: isinstance(leaf, tuple))
+        for leaf, names in zip(jax.tree.leaves(tree), axes, strict=True):
+            assert all(sizes[name] == size for name, size in zip(names, leaf.shape, strict=True) if name), names
 
 
 def test_abstract_params_and_axes_have_the_structure_of_the_parameters():
