@@ -293,7 +293,7 @@ class Engine:
                 self._run_decode(gen_params, nobody, num_rows, num_columns)
         return self.stats.compiles
 
-    def decode_text(self, gen_params: Params) -> str:
+    def decode_text(self, gen_params: Params) -> str | None:
         """The largest decode program as compiled, for a look at its copies and collectives."""
         self._ensure_pools(gen_params)
         num_rows, num_columns = self._buckets.rows[-1], self._buckets.columns[-1]

@@ -51,8 +51,8 @@ class Intake:
             raise UserError(f"Request {index} has a prompt of shape {prompt.shape}; it must be [t] with t at least 1.")
         if len(prompt) >= self.context:
             raise UserError(
-                f"Request {index} has a prompt of {len(prompt)} tokens, which leaves no room for a response in a context "
-                f"of {self.context}. Shorten or filter prompts (data.max_prompt_tokens, data.overlong_prompts)."
+                f"Request {index} has a prompt of {len(prompt)} tokens, which leaves no room for a response in a "
+                f"context of {self.context}. Shorten or filter prompts (data.max_prompt_tokens, data.overlong_prompts)."
             )
         seeds = np.asarray(request.seeds)
         if seeds.ndim != 2 or seeds.shape[1] != 2 or seeds.dtype != np.uint32:

@@ -138,9 +138,11 @@ class Programs:
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             pools[layer] = _write(pools[layer], k, v, page, position % page_size)
+            keys, values = pools[layer]
             return paged_attention(
                 q,
-                *pools[layer],
+                keys,
+                values,
                 page_table,
                 lengths,
                 scale=config.scale,

@@ -136,9 +136,7 @@ def _ordered_bits(weights):
     return jax.lax.bitcast_convert_type(weights, jnp.int32)  # ordered like the floats, as none is negative
 
 
-def _largest_threshold(
-    bits: Int[Array, "B V"], holds: Callable[[Int[Array, B]], Bool[Array, B]]
-) -> Int[Array, B]:
+def _largest_threshold(bits: Int[Array, "B V"], holds: Callable[[Int[Array, B]], Bool[Array, B]]) -> Int[Array, B]:
     """The largest t of each row with ``holds(t)``, which is true for low t and false for high t."""
     largest = bits.max(-1)
 

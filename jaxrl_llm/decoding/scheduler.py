@@ -143,15 +143,11 @@ class Scheduler:
         plan = Plan([[] for _ in replicas], [[] for _ in replicas], running=[])
         # Samples are spread evenly: a replica takes more only while it has less than its share.
         share = min(self.num_slots, -(-self.num_unfinished // len(replicas)))
-        # Pages let go during admission may still be the source of a copy in this plan: freed at its end.
-        let_go: list[tuple[int, list[int]]] = []
         for replica in replicas:
             if not self._extend_running(replica):
                 continue  # pages ran out here: admitting now would only preempt again
-            while len(self.running[replica]) < share and self._admit_next(replica, plan, let_go):
+            while len(self.running[replica]) < share and self._admit_next(replica, plan):
                 pass
-        for replica, pages in let_go:
-            self.allocators[replica].release(pages)
         if self.num_unfinished and not any(self.running):
             raise RuntimeError("the scheduler made no progress: the KV pool is too small for one sample")
         plan.running = [list(samples) for samples in self.running]
@@ -207,7 +203,7 @@ class Scheduler:
 
     # -- Admission -----------------------------------------------------------------------------------------
 
-    def _admit_next(self, replica: int, plan: Plan, let_go: list[tuple[int, list[int]]]) -> bool:
+    def _admit_next(self, replica: int, plan: Plan) -> bool:
         """Admits one waiting sample; False if there is none or its pages aren't free."""
         if self.preempted:
             if not self._admit_preempted(replica, self.preempted[0], plan):
@@ -218,11 +214,11 @@ class Scheduler:
             return False
         cached = (group for group in self.groups if replica in group.prefixes)
         group = next(cached, self.groups[0])
-        if self._admit_fresh(replica, group, plan, let_go):
+        if self._admit_fresh(replica, group, plan):
             return True
         # An idle replica has to make progress: give up the prompts it keeps, and try once more.
         idle = not self.running[replica]
-        return idle and self._drop_prefixes(replica) and self._admit_fresh(replica, group, plan, let_go)
+        return idle and self._drop_prefixes(replica) and self._admit_fresh(replica, group, plan)
 
     def _admit_preempted(self, replica: int, sample: Sample, plan: Plan) -> bool:
         needed = self._pages_needed(sample)
@@ -236,7 +232,7 @@ class Scheduler:
         self.running[replica].append(sample)
         return True
 
-    def _admit_fresh(self, replica: int, group: Group, plan: Plan, let_go) -> bool:
+    def _admit_fresh(self, replica: int, group: Group, plan: Plan) -> bool:
         allocator = self.allocators[replica]
         sample = group.waiting[0]
         num_full, rest = divmod(sample.position, self.page_size)
@@ -257,7 +253,10 @@ class Scheduler:
         if is_last:
             sample.pages = prefix.full_pages + prefix.last_page + pages
             del group.prefixes[replica]
-            let_go += [(other, kept.full_pages + kept.last_page) for other, kept in group.prefixes.items()]
+            # Copies from these pages may be planned in this round. Freeing them is safe: a replica allocates in
+            # its own turn only, so before the next round nothing else gets them.
+            for other, kept in group.prefixes.items():
+                self.allocators[other].release(kept.full_pages + kept.last_page)
             self.groups.remove(group)
         else:
             sample.pages = allocator.share(prefix.full_pages) + pages

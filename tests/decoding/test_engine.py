@@ -1,7 +1,9 @@
 """The engine: decode equals forward, and nothing about batching, pages or replicas shows in a completion."""
 
 import collections
+import itertools
 import re
+import types
 
 import jax
 import numpy as np
@@ -166,7 +168,7 @@ def test_same_seed_same_bits(model, rollout, mixed_requests):
     """Equal shapes: bit-equal. Seen to catch: a schedule that looks at the clock."""
     engine, params = model.engine(rollout())
     first, second = (engine.generate(params, mixed_requests) for _ in range(2))
-    for a, b in zip(sum(first, []), sum(second, []), strict=True):
+    for a, b in zip(itertools.chain(*first), itertools.chain(*second), strict=True):
         assert (a.token_ids == b.token_ids).all() and (a.logprobs == b.logprobs).all()
 
 
@@ -229,7 +231,7 @@ class Token(str):
 class Letters:
     """A tokenizer of 140 ids (the model has 150): id i is the letter ``chr(65 + i % 26)``; 7 is special."""
 
-    added_tokens_decoder = {7: Token("<|end|>")}
+    added_tokens_decoder = types.MappingProxyType({7: Token("<|end|>")})
 
     def __len__(self):
         return 140

@@ -192,7 +192,7 @@ def test_rows_do_not_depend_on_each_other():
     logits = peaked(16, 512)
     seeds = np.random.default_rng(0).integers(0, 2**32, (16, 2), dtype=np.uint32)
     generated = np.arange(16, dtype=np.int32)
-    tokens, logprobs = draw(logits, seeds=seeds, generated=generated)
+    tokens, _ = draw(logits, seeds=seeds, generated=generated)
     for some in ([5], [15, 3, 8], list(range(15, -1, -1))):
         again = draw(logits[some], seeds=seeds[some], generated=generated[some])
         assert (again[0] == tokens[some]).all()
