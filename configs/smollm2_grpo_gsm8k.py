@@ -5,9 +5,9 @@
     python -m jaxrl_llm.data.prepare gsm8k --input test.jsonl --output data/gsm8k/test.parquet
     python -m jaxrl_llm.main --config configs/smollm2_grpo_gsm8k.py
 
-GSM8K's own JSONL files (columns question, answer) work as they are too: --config.data.train=train.jsonl. A model of 135M
-parameters solves few of these problems, and a CPU step takes minutes: this is the recipe for a GPU and a larger model,
---config.model.path=Qwen/Qwen2.5-1.5B-Instruct for one.
+GSM8K's own JSONL files (columns question, answer) work as they are too: --config.data.train=train.jsonl. A model of
+135M parameters solves few of these problems, and a CPU step takes minutes: this is the recipe for a GPU and a larger
+model, --config.model.path=Qwen/Qwen2.5-1.5B-Instruct for one.
 """
 
 from jaxrl_llm.config import default_config

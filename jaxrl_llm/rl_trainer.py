@@ -28,7 +28,8 @@ class RLTrainer:
       algo: a name in `jaxrl_llm.algorithms.ALGORITHMS` that generates.
       reward: ``f(prompt, completion, answer, **metadata) -> float`` per sample, TRL's batched form
         ``f(prompts, completions, **columns) -> list``, a dict of such functions by name (summed),
-        or a name of a built-in one. It runs in worker processes, so a time-out is possible and what it prints or changes stays there.
+        or a name of a built-in one. It runs in worker processes, which bounds its time; what it prints or changes
+        stays there.
       train_batch_size: prompts of one optimizer update; a call of `step` may have any number of prompts.
       rollout_len: longest completion, in tokens.
       workdir: folder for checkpoints and metrics; None keeps nothing.

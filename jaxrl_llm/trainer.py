@@ -140,8 +140,8 @@ class Trainer:
             )
         if self.restore() and self.step_index >= self.total_steps:
             raise UserError(
-                f"num_steps={self.total_steps}: the run in this --workdir has done {self.step_index} steps already, so there "
-                "is nothing to train. Raise num_steps to go on, or choose another --workdir to start again."
+                f"num_steps={self.total_steps}: the run in this --workdir has done {self.step_index} steps already, "
+                "so there is nothing to train. Raise num_steps to go on, or choose another --workdir to start again."
             )
         metrics: dict[str, float] = {}
         with (

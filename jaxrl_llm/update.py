@@ -86,8 +86,9 @@ def make_update(
 ) -> Callable[..., tuple[RoleState, dict[str, Float[Array, ""]]]]:
     """Builds ``update(role, rows, num_micro_batches, denominator, old_is_actor) -> (role, metrics)``.
 
-    `role` is donated and comes back in the same shardings. The gradient is that of ``total / denominator`` over all micro-batches, accumulated in
-    float32, then clipped and applied once. With `old_is_actor` the old log-probs are the current ones.
+    `role` is donated and comes back in the same shardings. The gradient is that of ``total / denominator`` over all
+    micro-batches, accumulated in float32, then clipped and applied once. With `old_is_actor` the old
+    log-probs are the current ones.
     """
 
     def objective(params: Params, rows: Rows, old_is_actor: bool) -> tuple[Float[Array, ""], Objective]:

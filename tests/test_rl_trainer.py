@@ -6,7 +6,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.errors import UserError
 
-OPTIONS = {"rollout.samples_per_prompt": 4, "rollout.num_slots": 8, "training.row_tokens": 16, "mesh.fsdp": 8}
+OPTIONS = {"rollout.samples_per_prompt": 4, "rollout.num_slots": 8, "data.max_prompt_tokens": 8, "mesh.fsdp": 8}
 
 
 def test_step_takes_any_number_of_prompts_and_a_local_function():

@@ -115,9 +115,9 @@ def assert_same_step(params, metrics):
 @pytest.mark.parametrize(
     "split",
     [
-        dict(row_tokens=16, micro_batch_tokens=16),  # a row at a time
-        dict(row_tokens=40, micro_batch_tokens=40),  # several sequences in a row, a row at a time
-        dict(row_tokens=23, micro_batch_tokens=69, extra_micro_batches=3),  # odd width, empty micro-batches
+        {"row_tokens": 16, "micro_batch_tokens": 16},  # a row at a time
+        {"row_tokens": 40, "micro_batch_tokens": 40},  # several sequences in a row, a row at a time
+        {"row_tokens": 23, "micro_batch_tokens": 69, "extra_micro_batches": 3},  # odd width, empty micro-batches
     ],
     ids=["micro-batches", "packed", "padded"],
 )

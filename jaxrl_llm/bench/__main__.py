@@ -4,7 +4,7 @@
     python -m jaxrl_llm.bench --model PATH --prompts 8 --samples 8
     python -m jaxrl_llm.bench --trl_python /path/to/venv/bin/python    the same work by TRL beside it, in this run
 
-Prints a table and, with `--json FILE`, writes the figures. Medians over `--steps` steps after the first, which compiles.
+Prints a table and, with `--json FILE`, writes the figures: medians over `--steps` steps after the first.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def reward(prompt, completion, answer, **_):
 
 def measure(model: str, work: Workload) -> dict[str, float]:
     """Medians of one GRPO step of this project."""
+    import numpy as np
+
     from jaxrl_llm import config as configs
     from jaxrl_llm.observability.timing import CompileCounter, peak_memory_bytes
     from jaxrl_llm.trainer import Trainer
     from jaxrl_llm.types import Example
-
-    import numpy as np
 
     config = configs.default_config("grpo")
     config.model.path = model
