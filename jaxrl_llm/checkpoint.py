@@ -80,10 +80,6 @@ class Checkpoints:
         """Steps done in the newest complete checkpoint; None if there is none."""
         return self._manager.latest_step()
 
-    def best_step(self) -> int | None:
-        """The checkpoint with the highest best metric, or the newest where none has one."""
-        return self._manager.best_step() if self.config.best_metric else self.latest_step()
-
     def restore(self, template: Any, step: int | None = None) -> Restored:
         """Reads a checkpoint into the shapes, dtypes and shardings of `template`.
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.config import OptimizerConfig
 
@@ -28,9 +28,7 @@ def learning_rate(config: OptimizerConfig, total_updates: int) -> optax.Schedule
     if not warmup:
         return after
     # Update 0 already learns a little: a first update of rate 0 would waste a rollout.
-    return optax.join_schedules(
-        [optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup]
-    )
+    return optax.join_schedules([optax.linear_schedule(peak / warmup, peak, max(warmup - 1, 1)), after], [warmup])
 
 
 def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.GradientTransformation:
@@ -69,11 +67,3 @@ def apply(
         return jnp.where(finite, new, old)
 
     return jax.tree.map(keep, new_params, params), jax.tree.map(keep, new_state, opt_state), norm, finite
-
-
-def update_count(opt_state: Any) -> Int[Array, ""] | None:
-    """How many updates the optimizer has made; None if it does not count (plain SGD with a constant rate)."""
-    counts = [
-        leaf for path, leaf in jax.tree_util.tree_leaves_with_path(opt_state) if "count" in str(path[-1])
-    ]
-    return counts[0] if counts else None

@@ -28,7 +28,7 @@ CONFIG = ModelConfig(
     max_position=64,
     norm_eps=1e-5,
     rope=RopeConfig(),
-    windows=(None, 5),
+    windows=(5, None),  # the first: what prefill computes there reaches the cache of the second
     eos_token_ids=(2, 9),
 )
 ONE_DEVICE = MeshConfig(data=1, fsdp=1, tensor=1, pipeline=1)

@@ -83,7 +83,7 @@ def test_preemption_changes_nothing(model, rollout, mixed_requests, base):
 
     Seen to catch: the random stream started anew; the cache rebuilt without the response; pages not given back.
     """
-    engine, params = model.engine(rollout(num_slots=8, num_pages=18))
+    engine, params = model.engine(rollout(num_slots=8, num_pages=18, tokens_per_dispatch=3))
     completions = engine.generate(params, mixed_requests)
     assert engine.stats.preemptions > 2
     check_all(model, mixed_requests, base, completions)

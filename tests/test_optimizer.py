@@ -1,0 +1,63 @@
+"""The optimizer by hand."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.optimizer import apply, learning_rate, make_optimizer
+from tests.cases import case
+
+
+def adam_by_hand(config_input):
+    """Parameters after each step of the case, through `apply`."""
+    config = OptimizerConfig(
+        learning_rate=config_input["lr"], b1=config_input["b1"], b2=config_input["b2"], weight_decay=0.0
+    )
+    optimizer = make_optimizer(config, 10)
+    params = {"w": jnp.float32(config_input["w0"])}
+    state = optimizer.init(params)
+    seen = []
+    for gradient in config_input["grads"]:
+        params, state, _, _ = apply(optimizer, {"w": jnp.float32(gradient)}, state, params, 0.0)
+        seen.append(float(params["w"]))
+    return seen
+
+
+def test_c01_adam():
+    """Caught: no bias correction; eps inside the root."""
+    spec = case("C01")
+    # float32: the moments round at 1e-7, and the update divides two of them.
+    np.testing.assert_allclose(adam_by_hand(spec["input"]), spec["expected"]["w"], atol=1e-5)
+
+
+def test_l43_the_clip_is_on_the_accumulated_gradient():
+    """Caught: clipping each micro-batch's gradient; reporting the norm after the clip."""
+    spec = case("L43")
+    mean = np.mean(spec["input"]["micro_gradients"], axis=0).astype(np.float32)
+    sgd = make_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0), 1)
+    params = {"w": jnp.zeros(2)}
+    new, _, norm, finite = apply(sgd, {"w": jnp.asarray(mean)}, sgd.init(params), params, spec["input"]["max_norm"])
+    assert float(norm) == pytest.approx(spec["expected"]["global_norm"])
+    np.testing.assert_allclose(-new["w"], spec["expected"]["clipped"], atol=1e-6)
+    assert finite
+
+
+def test_weight_decay_is_decoupled():
+    """Caught: decay added to the gradient, which Adam normalises away."""
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
+    optimizer = make_optimizer(config, 1)
+    params = {"w": jnp.float32(2.0)}
+    new, *_ = apply(optimizer, {"w": jnp.float32(0.0)}, optimizer.init(params), params, 0.0)
+    assert float(new["w"]) == pytest.approx(2.0 - 0.1 * 0.5 * 2.0)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])
+def test_learning_rate(schedule):
+    """Caught: a first update of rate 0; a warm-up that ends one update late; a decay that ends above its floor."""
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, schedule=schedule, final_fraction=0.1)
+    rate = [float(learning_rate(config, 12)(step)) for step in range(13)]
+    np.testing.assert_allclose(rate[:4], [0.25, 0.5, 0.75, 1.0], atol=1e-6)
+    assert rate[4] == pytest.approx(1.0)
+    assert rate[12] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=1e-6)
+    assert all(later <= earlier for earlier, later in zip(rate[4:], rate[5:], strict=False))
