@@ -22,7 +22,14 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from jaxrl_llm.errors import RunStopped, UserError
+from jaxrl_llm.errors import (
+    EXIT_PREEMPTED,
+    EXIT_RUN_STOPPED,
+    EXIT_USER_ERROR,
+    Preempted,
+    RunStopped,
+    UserError,
+)
 
 if TYPE_CHECKING:
     from jaxrl_llm.config import RunConfig
@@ -44,10 +51,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return EXIT_USER_ERROR
     except RunStopped as error:
         print(f"stopped: {error}", file=sys.stderr)
-        return 3
+        return EXIT_RUN_STOPPED
+    except Preempted as error:
+        print(f"ended by SIGTERM: {error} The same command goes on from there.", file=sys.stderr)
+        return EXIT_PREEMPTED
     except KeyboardInterrupt:
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
@@ -60,7 +70,8 @@ def run(arguments: Sequence[str]) -> None:
     Raises:
       UserError: bad input; no device has been touched where that could be known before.
       RunStopped: a check of the running training failed.
-      SystemExit: SIGTERM ended the training after saving (code 75), or argparse printed help or usage.
+      Preempted: SIGTERM ended the training after saving.
+      SystemExit: argparse printed help or usage.
     """
     from jaxrl_llm.config_file import default_workdir, read_config, split_overrides
 
@@ -82,7 +93,8 @@ def run(arguments: Sequence[str]) -> None:
     show_logs(config.log_level)
     enable_compilation_cache()
     workdir = options.workdir or default_workdir(options.config)
-    COMMANDS[options.command](Trainer(config, workdir), options)
+    trainer = Trainer(config, workdir, read_only=options.command != "train")
+    COMMANDS[options.command](trainer, options)
 
 
 def train(trainer: Trainer, options: argparse.Namespace) -> None:

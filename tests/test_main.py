@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl_llm import allocator, main
 from jaxrl_llm.compilation_cache import enable_compilation_cache
-from jaxrl_llm.errors import RunStopped
+from jaxrl_llm.errors import Preempted, RunStopped
 
 FILE = """
 from jaxrl_llm.config import default_config
@@ -36,8 +36,8 @@ class Recorder:
     error: BaseException | None = None
     has_checkpoint = True
 
-    def __init__(self, config, workdir):
-        self.calls.append(("init", config, workdir))
+    def __init__(self, config, workdir, *, read_only):
+        self.calls.append(("init", config, workdir, read_only))
 
     def train(self):
         if self.error:
@@ -72,13 +72,14 @@ def file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_train_is_the_default(file: str):
     assert main.main(["--config", file, "--config.num_steps=3"]) == 0
-    (_, config, workdir), last = Recorder.calls
+    (_, config, workdir, read_only), last = Recorder.calls
     assert config.num_steps == 3 and workdir == pathlib.Path("outputs/run") and last == ("train",)
+    assert not read_only
 
 
 def test_eval_prints_json(file: str, capsys):
     assert main.main(["eval", f"--config={file}", "--workdir", "elsewhere"]) == 0
-    assert Recorder.calls[0][2] == pathlib.Path("elsewhere") and Recorder.calls[-1] == ("close",)
+    assert Recorder.calls[0][2:] == (pathlib.Path("elsewhere"), True) and Recorder.calls[-1] == ("close",)
     captured = capsys.readouterr()
     assert json.loads(captured.out) == {"eval/accuracy": 0.5} and not captured.err
 
@@ -129,10 +130,10 @@ def test_a_run_that_stops_itself_has_its_own_exit_code(file: str, monkeypatch, c
     assert capsys.readouterr().err == "stopped: loss/total is nan\n"
 
 
-def test_the_exit_code_of_sigterm_passes_through(file: str, monkeypatch):
-    monkeypatch.setattr(Recorder, "error", SystemExit(75))
-    with pytest.raises(SystemExit, match="75"):
-        main.main(["--config", file])
+def test_sigterm_has_its_own_exit_code(file: str, monkeypatch, capsys):
+    monkeypatch.setattr(Recorder, "error", Preempted("Saved after step 2 of 6."))
+    assert main.main(["--config", file]) == 75
+    assert "Saved after step 2 of 6." in capsys.readouterr().err
 
 
 def test_without_a_configuration_usage_is_shown(capsys):

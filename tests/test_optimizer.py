@@ -1,5 +1,7 @@
 """The optimizer by hand."""
 
+import itertools
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -60,4 +62,4 @@ def test_learning_rate(schedule):
     np.testing.assert_allclose(rate[:4], [0.25, 0.5, 0.75, 1.0], atol=1e-6)
     assert rate[4] == pytest.approx(1.0)
     assert rate[12] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=1e-6)
-    assert all(later <= earlier for earlier, later in zip(rate[4:], rate[5:], strict=False))
+    assert all(later <= earlier for earlier, later in itertools.pairwise(rate[4:]))
