@@ -23,8 +23,8 @@ def _mesh(*shape: int) -> Mesh:
 @pytest.mark.parametrize("shape", [(1, 1, 8, 1), (1, 1, 4, 2)])
 def test_rows_stay_where_they_are(shape):
     """The gradient of a sharded model: weights are gathered over fsdp and their gradients added up; activations of
-    all rows together exist on no device, and heads are never gathered over tensor. Seen to catch: the constraint on
-    q, k, v removed with that on the layer's output; the layer's weights not gathered."""
+    all rows together exist on no device, and heads are never gathered over tensor. Seen to catch: no constraints
+    (partial sums over all rows on every device); a rotation that merges tokens and heads for its product."""
     decoder = Decoder(
         tiny_config(
             vocab_size=512,
