@@ -43,7 +43,7 @@ class EngineStats:
 
     Attributes:
       tokens: tokens in the completions. ``prefill_tokens`` were computed without being sampled.
-      dispatches: decode programs run.
+      dispatches: decode programs run; ``decode_steps`` are the steps of their loops.
       preemptions: samples that lost their pages and were computed again.
       compiles: programs met for the first time; 0 after :meth:`Engine.warmup`.
     """
@@ -52,6 +52,7 @@ class EngineStats:
     seconds: float = 0.0
     prefill_tokens: int = 0
     dispatches: int = 0
+    decode_steps: int = 0
     preemptions: int = 0
     compiles: int = 0
 
@@ -250,8 +251,9 @@ class Engine:
         num_rows = self._buckets.decode_rows(max(len(samples) for samples in running))
         most_pages = max(len(sample.pages) for samples in running for sample in samples)
         num_columns = self._buckets.table_columns(most_pages)
-        count, tokens, logprobs = self._run_decode(gen_params, running, num_rows, num_columns)
+        steps, count, tokens, logprobs = self._run_decode(gen_params, running, num_rows, num_columns)
         self.stats.dispatches += 1
+        self.stats.decode_steps += steps
         for replica, samples in enumerate(running):
             for row, sample in enumerate(samples, start=replica * num_rows):
                 made = count[row]

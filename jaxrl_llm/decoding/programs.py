@@ -121,7 +121,7 @@ class Programs:
         }
         end = jax.lax.while_loop(unfinished, step, start)
         count = end["generated"] - inputs.sampling.generated
-        return end["pools"], rows.pack_tokens(count, end["tokens"], end["logprobs"])
+        return end["pools"], rows.pack_tokens(end["step"], count, end["tokens"], end["logprobs"])
 
     def _decode_hidden(
         self, gen_params: Params, state: dict[str, Any], page_table: Int[Array, "B M"]

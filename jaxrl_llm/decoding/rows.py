@@ -84,17 +84,21 @@ def unpack_decode(packed: Int[Array, "B W"]) -> DecodeRows:
     )
 
 
-def pack_tokens(count: Int[Array, B], tokens: Int[Array, "n B"], logprobs: Float[Array, "n B"]) -> Int[Array, "B w"]:
-    """What a decode dispatch returns: per row how many tokens it made, then n ids, then n log-probabilities."""
+def pack_tokens(
+    steps: Array, count: Int[Array, "B"], tokens: Int[Array, "n B"], logprobs: Float[Array, "n B"]
+) -> Int[Array, "B w"]:
+    """What a decode dispatch returns: per row the steps of the loop (the same in all), how many tokens the row made,
+    n ids, and n log-probabilities."""
     bits = jax.lax.bitcast_convert_type(logprobs, jnp.int32)
-    return jnp.concatenate([count[:, None], tokens.T, bits.T], axis=1)
+    steps = jnp.broadcast_to(steps, count.shape)
+    return jnp.concatenate([steps[:, None], count[:, None], tokens.T, bits.T], axis=1)
 
 
-def unpack_tokens(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """``(count [B], tokens [B, n], logprobs [B, n])`` on the host."""
-    most = (packed.shape[1] - 1) // 2
-    logprobs = np.ascontiguousarray(packed[:, 1 + most :]).view(np.float32)
-    return packed[:, 0], packed[:, 1 : 1 + most], logprobs
+def unpack_tokens(packed: np.ndarray) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+    """``(steps, count [B], tokens [B, n], logprobs [B, n])`` on the host."""
+    most = (packed.shape[1] - 2) // 2
+    logprobs = np.ascontiguousarray(packed[:, 2 + most :]).view(np.float32)
+    return int(packed[0, 0]), packed[:, 1], packed[:, 2 : 2 + most], logprobs
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,6 +164,17 @@ def test_new_weights_meet_no_old_cache(model, rollout, mixed_requests):
     assert any((a[0].token_ids[:3] != b[0].token_ids[:3]).any() for a, b in zip(first, changed, strict=True))
 
 
+def test_a_dispatch_ends_with_its_last_row(model, rollout, make_request):
+    """On two replicas, of which one finishes first. Seen to catch: a loop that always runs to its end; one that
+    ends with the first replica."""
+    mesh = MeshConfig(data=2, fsdp=1, tensor=1, pipeline=1)
+    engine, params = model.engine(rollout(tokens_per_dispatch=50), mesh)
+    requests = [make_request(4, max_tokens=count, ignore_eos=True) for count in (3, 11)]
+    completions = engine.generate(params, requests)
+    assert [len(group[0].token_ids) for group in completions] == [3, 11]
+    assert (engine.stats.dispatches, engine.stats.decode_steps) == (1, 11)
+
+
 def test_same_seed_same_bits(model, rollout, mixed_requests):
     """Equal shapes: bit-equal. Seen to catch: a schedule that looks at the clock."""
     engine, params = model.engine(rollout())
