@@ -14,7 +14,7 @@ def prefill_attention(
     q: Float[Array, "T H h"],
     k: Float[Array, "T K h"],
     v: Float[Array, "T K h"],
-    first: Int[Array, T],
+    first: Int[Array, " T"],
     *,
     scale: float,
     window: int | None = None,

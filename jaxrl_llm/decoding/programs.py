@@ -155,7 +155,7 @@ class Programs:
 
 
 def _write(
-    pool: Pool, k: Float[Array, "n K h"], v: Float[Array, "n K h"], page: Int[Array, n], offset: Int[Array, n]
+    pool: Pool, k: Float[Array, "n K h"], v: Float[Array, "n K h"], page: Int[Array, " n"], offset: Int[Array, " n"]
 ) -> Pool:
     """Puts n tokens' keys and values in their places; the places are distinct, those beyond the pool dropped."""
     keys, values = pool

@@ -30,10 +30,10 @@ _WIDTH = len(_COLUMNS) + MAX_STOP_IDS
 class DecodeRows:
     """The rows of a decode dispatch on the device; see `scheduler.Sample`. ``sampling.generated`` is at its start."""
 
-    active: Bool[Array, B]
-    token: Int[Array, B]
-    position: Int[Array, B]
-    max_tokens: Int[Array, B]
+    active: Bool[Array, " B"]
+    token: Int[Array, " B"]
+    position: Int[Array, " B"]
+    max_tokens: Int[Array, " B"]
     sampling: SamplingRows
     page_table: Int[Array, "B M"]
 
@@ -85,7 +85,7 @@ def unpack_decode(packed: Int[Array, "B W"]) -> DecodeRows:
 
 
 def pack_tokens(
-    steps: Array, count: Int[Array, "B"], tokens: Int[Array, "n B"], logprobs: Float[Array, "n B"]
+    steps: Array, count: Int[Array, " B"], tokens: Int[Array, "n B"], logprobs: Float[Array, "n B"]
 ) -> Int[Array, "B w"]:
     """What a decode dispatch returns: per row the steps of the loop (the same in all), how many tokens the row made,
     n ids, and n log-probabilities."""
@@ -110,11 +110,11 @@ class PrefillRow:
       page, offset: where its key and value go; page ids at or above the pool's size are dropped.
     """
 
-    token: Int[Array, T]
-    position: Int[Array, T]
-    first: Int[Array, T]
-    page: Int[Array, T]
-    offset: Int[Array, T]
+    token: Int[Array, " T"]
+    position: Int[Array, " T"]
+    first: Int[Array, " T"]
+    page: Int[Array, " T"]
+    offset: Int[Array, " T"]
 
 
 def pack_prefill(prompts: Sequence[Prefill], num_tokens: int, page_size: int, num_pages: int) -> np.ndarray:

@@ -29,19 +29,19 @@ class SamplingRows(NamedTuple):
       stop_ids: ids that can't be drawn while ``generated < min_tokens``, padded with -1.
     """
 
-    temperature: Float[Array, B]
-    top_k: Int[Array, B]
-    top_p: Float[Array, B]
-    min_p: Float[Array, B]
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+    min_p: Float[Array, " B"]
     seeds: UInt[Array, "B 2"]
-    generated: Int[Array, B]
-    min_tokens: Int[Array, B]
+    generated: Int[Array, " B"]
+    min_tokens: Int[Array, " B"]
     stop_ids: Int[Array, "B E"]
 
 
 def sample_tokens(
     logits: Float[Array, "B V"], rows: SamplingRows, *, num_tokens: int
-) -> tuple[Int[Array, B], Float[Array, B]]:
+) -> tuple[Int[Array, " B"], Float[Array, " B"]]:
     """The next token of each row and its log-probability.
 
     Args:
@@ -107,7 +107,7 @@ def _log_total(logits, largest, temperature):
 # -- Filters: weights in, weights out; what is left out becomes 0 and at least one stays -------------------
 
 
-def keep_top_k(weights: Float[Array, "B V"], top_k: Int[Array, B]) -> Float[Array, "B V"]:
+def keep_top_k(weights: Float[Array, "B V"], top_k: Int[Array, " B"]) -> Float[Array, "B V"]:
     """The k largest weights of each row, and all that equal the k-th; rows with k = 0 keep everything."""
     bits = _ordered_bits(weights)
     wanted = jnp.clip(top_k, 1, weights.shape[1])
@@ -115,7 +115,7 @@ def keep_top_k(weights: Float[Array, "B V"], top_k: Int[Array, B]) -> Float[Arra
     return jnp.where((top_k <= 0)[:, None] | (bits >= threshold[:, None]), weights, 0.0)
 
 
-def keep_top_p(weights: Float[Array, "B V"], top_p: Float[Array, B]) -> Float[Array, "B V"]:
+def keep_top_p(weights: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Float[Array, "B V"]:
     """The smallest set of largest weights that holds the fraction ``top_p`` of the row's sum (ties are kept)."""
     bits = _ordered_bits(weights)
     wanted = top_p * weights.sum(-1)
@@ -127,7 +127,7 @@ def keep_top_p(weights: Float[Array, "B V"], top_p: Float[Array, B]) -> Float[Ar
     return jnp.where((top_p >= 1)[:, None] | (bits >= threshold[:, None]), weights, 0.0)
 
 
-def keep_min_p(weights: Float[Array, "B V"], min_p: Float[Array, B]) -> Float[Array, "B V"]:
+def keep_min_p(weights: Float[Array, "B V"], min_p: Float[Array, " B"]) -> Float[Array, "B V"]:
     """The weights that reach the fraction ``min_p`` of the row's largest."""
     return jnp.where(weights >= (min_p * weights.max(-1))[:, None], weights, 0.0)
 
@@ -136,7 +136,9 @@ def _ordered_bits(weights):
     return jax.lax.bitcast_convert_type(weights, jnp.int32)  # ordered like the floats, as none is negative
 
 
-def _largest_threshold(bits: Int[Array, "B V"], holds: Callable[[Int[Array, B]], Bool[Array, B]]) -> Int[Array, B]:
+def _largest_threshold(
+    bits: Int[Array, "B V"], holds: Callable[[Int[Array, " B"]], Bool[Array, " B"]]
+) -> Int[Array, " B"]:
     """The largest t of each row with ``holds(t)``, which is true for low t and false for high t."""
     largest = bits.max(-1)
 
@@ -153,7 +155,7 @@ def _largest_threshold(bits: Int[Array, "B V"], holds: Callable[[Int[Array, B]],
 # -- Drawing ----------------------------------------------------------------------------------------------
 
 
-def random_words(seeds: UInt[Array, "B 2"], positions: Int[Array, B]) -> UInt[Array, "B 2"]:
+def random_words(seeds: UInt[Array, "B 2"], positions: Int[Array, " B"]) -> UInt[Array, "B 2"]:
     """Two independent 32-bit words per row, a function of its seed and position only."""
 
     def words(seed, position):
@@ -172,7 +174,7 @@ def integer_weights(weights: Float[Array, "B n"]) -> UInt[Array, "B n"]:
     return whole + jnp.where(is_largest, rest[:, None], jnp.uint32(0))
 
 
-def draw_index(weights: Float[Array, "B V"], words: UInt[Array, "B 2"]) -> Int[Array, B]:
+def draw_index(weights: Float[Array, "B V"], words: UInt[Array, "B 2"]) -> Int[Array, " B"]:
     """An index per row with probability proportional to its weight. V is a multiple of ``CHUNK``."""
     chunks = _chunks(weights)
     chunk = _pick(integer_weights(chunks.sum(-1)), words[:, 0])
@@ -180,14 +182,14 @@ def draw_index(weights: Float[Array, "B V"], words: UInt[Array, "B 2"]) -> Int[A
     return chunk * CHUNK + _pick(integer_weights(inside), words[:, 1])
 
 
-def _pick(weights: UInt[Array, "B n"], word: UInt[Array, B]) -> Int[Array, B]:
+def _pick(weights: UInt[Array, "B n"], word: UInt[Array, " B"]) -> Int[Array, " B"]:
     """The index whose interval of the cumulative integer weights holds the word's upper 31 bits."""
     ends = jnp.cumsum(weights, axis=-1, dtype=jnp.uint32)
     index = jnp.sum(ends <= (word >> 1)[:, None], axis=-1, dtype=jnp.int32)
     return jnp.minimum(index, weights.shape[1] - 1)  # only NaN weights get here beyond the end
 
 
-def argmax(logits: Float[Array, "B V"]) -> Int[Array, B]:
+def argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     """Index of the largest, lowest id on ties; in two levels, which XLA's CPU argmax is 20 times slower than."""
     chunks = _chunks(logits)
     chunk = jnp.argmax(chunks.max(-1), axis=-1).astype(jnp.int32)

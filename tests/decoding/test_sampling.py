@@ -178,10 +178,10 @@ def test_min_tokens_masks_every_stop_id():
     weights relative to a masked maximum (0 / 0)."""
     logits = np.zeros((3, 6), np.float32)
     logits[:, [2, 4]] = 200.0
-    logits[:, 1] = 1.0
+    logits[:, 1] = 30.0
     for temperature in (0.0, 1.0):
         tokens, logprobs = draw(logits, temperature=temperature, stop_ids=(2, 4), generated=[0, 2, 3], min_tokens=3)
-        assert set(tokens[:2].tolist()) <= {0, 1, 3, 5} and tokens[2] in (2, 4)
+        assert set(tokens[:2].tolist()) == {1} and tokens[2] in (2, 4)
         assert np.isfinite(logprobs).all()
     assert draw(logits[:1], temperature=0.0, stop_ids=(2, 4), min_tokens=1)[0][0] == 1
 
