@@ -162,7 +162,7 @@ class TrainingConfig:
         low=0,
         unit="tokens",
     )
-    logprob_chunk_tokens: int = option(1024, "Tokens whose logits exist at once.", low=1, unit="tokens")
+    logprob_chunk_tokens: int = option(1024, "Tokens whose logits exist at once on a device.", low=1, unit="tokens")
 
 
 @dataclasses.dataclass(frozen=True)

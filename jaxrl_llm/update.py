@@ -41,6 +41,7 @@ class Forward:
       temperature: logits are divided by it, the sampler's rule.
       dtype: of the forward pass; parameters are cast once, before the loop over micro-batches, so that
         gathered weights and their gradients move in this dtype.
+      chunk_tokens: tokens whose logits exist at once, over all devices.
     """
 
     decoder: Decoder
@@ -137,7 +138,19 @@ def make_update(
         metrics["policy/update_skipped"] = 1.0 - finite.astype(jnp.float32)
         return RoleState(new_params, opt_state), metrics
 
-    return update
+    return _on_mesh(update, mesh)
+
+
+def _on_mesh(program: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
+    """Traces and runs `program` with `mesh` set, so that the model keeps rows split over the batch axes and gathers
+    weights layer by layer (`models.placement`); without it XLA may gather the activations instead."""
+
+    @functools.wraps(program)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return program(*args, **kwargs)
+
+    return call
 
 
 def _accumulate(sums: Objective, new: Objective) -> Objective:
@@ -163,7 +176,7 @@ def make_logprobs(forward: Forward, mesh: Mesh) -> Callable[..., Float[Array, "M
 
         return jax.lax.fori_loop(0, num_micro_batches, body, jnp.zeros(rows.tokens.shape, jnp.float32))
 
-    return logprobs
+    return _on_mesh(logprobs, mesh)
 
 
 def init_role(

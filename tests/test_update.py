@@ -67,7 +67,9 @@ def initial_params():
     return jax.device_get(Decoder(CONFIG).init(jax.random.key(1)))
 
 
-def one_sgd_step(mesh_shape=(1, 1, 1, 1), row_tokens=16, micro_batch_tokens=64, extra_micro_batches=0, options=OPTIONS):
+def one_sgd_step(
+    mesh_shape=(1, 1, 1, 1), row_tokens=16, micro_batch_tokens=64, extra_micro_batches=0, options=OPTIONS, remat="none"
+):
     """Parameters after one step, its loss and the gradient's norm, on a (data, fsdp, tensor, pipeline) mesh."""
     data, fsdp, tensor, pipeline = mesh_shape
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor, pipeline=pipeline)
