@@ -47,14 +47,14 @@ def peaked(count, vocab, seed=0):
 def test_implied_distribution_is_exact():
     """The integer weights themselves, over every id: samples could not show a wrong tail at any test's size.
 
-    Seen to catch: a float32 cumulative sum in place of the integers; the rounding rest given to no one;
-    23-bit words; softmax in bfloat16.
+    Seen to catch: the rounding rest given to no one; weights of 23 bits; logits rounded to bfloat16.
     """
     vocab = 12_800
     logits = peaked(1, vocab)
     exact = np.exp(logits[0].astype(np.float64) - logits.max())
     exact /= exact.sum()
-    chunks = jnp.exp(jnp.asarray(logits - logits.max())).reshape(-1, sampling.CHUNK)
+    _, weights = sampling._weights(jnp.asarray(logits), jnp.ones(1))
+    chunks = weights.reshape(-1, sampling.CHUNK)
     outer = sampling.integer_weights(chunks.sum(-1)[None])
     inner = sampling.integer_weights(chunks)
     for weights in (outer, inner):
@@ -93,10 +93,11 @@ def test_temperature_zero():
 
 
 def test_greedy_is_argmax():
-    """Seen to catch: argmax of the chunk maxima taken from the end; exp before argmax (rounds ties together)."""
+    """Seen to catch: the last of equal chunks; exp before argmax (it rounds to ties)."""
     logits = peaked(8, 1000)
-    logits[3] = 20.0
-    logits[3, 700] = np.nextafter(np.float32(20), np.float32(21))
+    logits[3] = 0.0
+    logits[3, 700] = 1e-9  # exp of both is 1
+    logits[4, [5, 300, 301]] = 50.0  # ties within a chunk and across
     assert (draw(logits, temperature=0.0)[0] == logits.argmax(-1)).all()
 
 
@@ -131,7 +132,7 @@ def test_min_p():
 
 
 def test_filters_equal_sorting():
-    """Against sort on many rows, options different per row. Seen to catch: bisection bounds off by one."""
+    """Against sort on many rows, options different per row. Seen to catch: fewer halvings than bits."""
     logits = peaked(32, 640, seed=3)
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     k = np.arange(1, 33, dtype=np.int32)
@@ -139,6 +140,8 @@ def test_filters_equal_sorting():
     order = np.argsort(-weights, axis=-1)
     for row in range(32):
         assert set(np.flatnonzero(kept[row])) == set(order[row, : k[row]])
+    close = jnp.array([[np.nextafter(np.float32(1), np.float32(0)), 1.0]])
+    assert np.asarray(sampling.keep_top_k(close, jnp.array([1]))).tolist() == [[0.0, 1.0]]
     p = np.linspace(0.05, 0.99, 32).astype(np.float32)
     kept = np.asarray(sampling.keep_top_p(jnp.asarray(weights), jnp.asarray(p))) > 0
     for row in range(32):

@@ -149,9 +149,17 @@ def test_samples_spread_over_replicas():
 
 def test_preemption_takes_the_youngest():
     """Seen to catch: preempting the oldest, which can starve it."""
-    groups = [group(request, 4, [16]) for request in range(3)]
-    scheduler, most = run(groups, num_replicas=1, num_slots=3, num_pages=6, tokens_per_dispatch=4)
-    assert scheduler.num_preemptions > 0 and most == 3
+    scheduler = Scheduler(num_replicas=1, num_slots=3, num_pages=6, page_size=PAGE, tokens_per_dispatch=4)
+    for request in range(3):
+        scheduler.add(group(request, 4, [16]))
+    first = []
+    while scheduler.num_unfinished:
+        (running,) = scheduler.schedule().running
+        for sample in running:
+            sample.receive([5] * 4, [0.0] * 4)
+        first += [sample.request for sample in scheduler.finish(0)]
+    assert scheduler.num_preemptions > 0
+    assert first[0] == 0
 
 
 def test_response_ends_where_it_should():
