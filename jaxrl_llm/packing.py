@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -61,9 +62,7 @@ def place(lengths: Sequence[int], row_tokens: int) -> Placement:
     used = 0
     for n in np.argsort(-length, kind="stable"):
         target = (
-            int(np.argmax(free[: used + 1] >= length[n]))
-            if used < len(length)
-            else int(np.argmax(free >= length[n]))
+            int(np.argmax(free[: used + 1] >= length[n])) if used < len(length) else int(np.argmax(free >= length[n]))
         )
         row[n], start[n] = target, row_tokens - free[target]
         free[target] -= length[n]
@@ -102,7 +101,7 @@ def pack(
     flat = (total_rows, shape.row_tokens)
     names = [field.name for field in dataclasses.fields(Rows)]
     dtypes = {"tokens": np.int32, "segment_ids": np.int32, "positions": np.int32, "loss_mask": bool}
-    fields = {name: np.zeros(flat, dtypes.get(name, np.float32)) for name in names}
+    fields: dict[str, Any] = {name: np.zeros(flat, dtypes.get(name, np.float32)) for name in names}
     segments = np.zeros(total_rows, np.int32)
     for n in np.flatnonzero(placement.length):
         row, columns = placement.row[n], slice(placement.start[n], placement.start[n] + placement.length[n])
@@ -127,9 +126,7 @@ def unpack(values: np.ndarray, placement: Placement, lengths: Sequence[int]) -> 
     flat = values.reshape(-1, values.shape[-1])
     return [
         flat[row, start : start + length].copy() if length else np.zeros(full, values.dtype)
-        for row, start, length, full in zip(
-            placement.row, placement.start, placement.length, lengths, strict=True
-        )
+        for row, start, length, full in zip(placement.row, placement.start, placement.length, lengths, strict=True)
     ]
 
 

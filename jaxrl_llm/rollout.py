@@ -125,12 +125,13 @@ class Rollout:
         group = np.repeat(np.arange(len(examples), dtype=np.int32), [len(one) for one in groups])
         completions = [completion for one in groups for completion in one]
         texts = [completion.text for completion in completions]
+        owners = [examples[index] for index in group.tolist()]
         with timer("reward"):
             scored = self.reward_runner.score(
-                [examples[index].prompt for index in group],
+                [owner.prompt for owner in owners],
                 texts,
-                [examples[index].answer for index in group],
-                [dict(examples[index].metadata) for index in group],
+                [owner.answer for owner in owners],
+                [dict(owner.metadata) for owner in owners],
             )
         lengths = np.array([len(completion.token_ids) for completion in completions])
         seconds = max(timer.seconds.get("generation", 0.0), 1e-9)

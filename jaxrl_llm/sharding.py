@@ -33,7 +33,7 @@ REPLICA_AXES = ("data", "pipeline", "fsdp")
 """Each index of these is one generation replica with its own slots and pages."""
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """The project's mesh over `devices` (all devices by default), axes `AXES`, all of type Auto.
 
     Raises:

@@ -67,7 +67,7 @@ class Trainer:
         rewards: dict[str, Callable[..., Any]] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         read_only: bool = False,
-        devices: Sequence[jax.Device] | None = None,
+        devices: Sequence[Any] | None = None,
     ):
         self.mesh = make_mesh(config.mesh, devices)
         self.config = config = configs.with_mesh(config, self.mesh.size)

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -37,6 +37,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 Params = dict[str, Any]
 """A nested dict of arrays: one model's parameters."""
+
+if TYPE_CHECKING:
+    RowArray = Array
+else:
+    RowArray = Array | np.ndarray  # the same record on the host and on the devices
 
 FinishReason = str
 """Why a completion ended: ``stop`` (an EOS id or a stop string) or ``length`` (a token budget or the context)."""
@@ -135,15 +140,15 @@ class Rows:
       advantages, old_logprobs, ref_logprobs, sampler_logprobs: float32, 0 where masked.
     """
 
-    tokens: Int[Array | np.ndarray, "*b R T"]
-    segment_ids: Int[Array | np.ndarray, "*b R T"]
-    positions: Int[Array | np.ndarray, "*b R T"]
-    loss_mask: Bool[Array | np.ndarray, "*b R T"]
-    weights: Float[Array | np.ndarray, "*b R T"]
-    advantages: Float[Array | np.ndarray, "*b R T"]
-    old_logprobs: Float[Array | np.ndarray, "*b R T"]
-    ref_logprobs: Float[Array | np.ndarray, "*b R T"]
-    sampler_logprobs: Float[Array | np.ndarray, "*b R T"]
+    tokens: Int[RowArray, "*b R T"]
+    segment_ids: Int[RowArray, "*b R T"]
+    positions: Int[RowArray, "*b R T"]
+    loss_mask: Bool[RowArray, "*b R T"]
+    weights: Float[RowArray, "*b R T"]
+    advantages: Float[RowArray, "*b R T"]
+    old_logprobs: Float[RowArray, "*b R T"]
+    ref_logprobs: Float[RowArray, "*b R T"]
+    sampler_logprobs: Float[RowArray, "*b R T"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -70,10 +70,21 @@ class Objective(NamedTuple):
 class Context(Protocol):
     """What the trainer offers to `collect` and `prepare` in one step."""
 
-    config: RunConfig
-    options: Any
-    step: int
-    memory: dict[str, Any]
+    @property
+    def config(self) -> RunConfig: ...
+
+    @property
+    def options(self) -> Any: ...
+
+    @property
+    def step(self) -> int:
+        """Steps done before this one."""
+        ...
+
+    @property
+    def memory(self) -> dict[str, Any]:
+        """The algorithm's own, see `Algorithm.init`."""
+        ...
 
     def rollouts(self, examples: Sequence[Example]) -> Rollouts:
         """Generates `rollout.samples_per_prompt` completions for each prompt and scores them."""

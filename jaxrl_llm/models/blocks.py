@@ -52,6 +52,9 @@ class Attention(nnx.Module):
     Query head ``i`` reads key/value head ``i // group_size``. ``o`` is ``[H, h, D]``.
     """
 
+    qkv: nnx.Param  # only in the fused arrangement
+    qkv_bias: nnx.Param
+
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs, fused: bool):
         embed, heads, kv_heads, head = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size
         self.group_size = config.group_size

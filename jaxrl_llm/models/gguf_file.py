@@ -136,7 +136,8 @@ class GgufTensors:
         value = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         for projection, heads in self._heads.items():
             if f".{projection}." in name:  # rows of a head: pairs of an interleaved rotation -> two halves
-                value = value.reshape(heads, -1, 2, value.shape[-1]).swapaxes(1, 2).reshape(value.shape)
+                rows, columns = value.shape
+                value = value.reshape(heads, -1, 2, columns).swapaxes(1, 2).reshape(rows, columns)
         return value[index]
 
 

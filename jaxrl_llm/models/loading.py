@@ -160,7 +160,7 @@ def _load(
 
     if sharding is None:
         return jnp.asarray(read((slice(None),) * len(shape)))
-    return jax.make_array_from_callback(shape, sharding, read)
+    return jax.make_array_from_callback(shape, sharding, read)  # pyright: ignore[reportArgumentType]
 
 
 def _check(tensors: Tensors, rules: tuple[TensorRule, ...], config: ModelConfig) -> None:
