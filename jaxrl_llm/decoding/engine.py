@@ -254,6 +254,8 @@ class Engine:
         steps, count, tokens, logprobs = self._run_decode(gen_params, running, num_rows, num_columns)
         self.stats.dispatches += 1
         self.stats.decode_steps += steps
+        if not count.any():
+            raise RuntimeError("a decode dispatch made no token: the scheduler and the device program disagree")
         for replica, samples in enumerate(running):
             for row, sample in enumerate(samples, start=replica * num_rows):
                 made = count[row]

@@ -1,6 +1,7 @@
 """The engine: decode equals forward, and nothing about batching, pages or replicas shows in a completion."""
 
 import collections
+import dataclasses
 import itertools
 import re
 import types
@@ -32,9 +33,8 @@ def test_decode_equals_forward(model, mixed_requests, base):
     """Greedy tokens are the argmax of a full forward; log-probs are the trainer's, with temperature, filters,
     windows and groups. One layer has a window of 5, the other none.
 
-    Seen to catch: the window one wider in decode; positions off by one; the last prompt page not copied; the
-    log-prob renormalised after top-p, untempered, or of the token before; prompts packed in one row that see
-    each other; the first token of each dispatch's cache written one place late.
+    Seen to catch: the window one wider in decode; prefill without the window; lengths one short; the last prompt
+    page shared and not copied; wrong page ids; an untempered log-prob; prompts in one row that see each other.
     """
     greedy = 0
     for request, completions in zip(mixed_requests, base, strict=True):
@@ -63,15 +63,14 @@ def test_decode_equals_forward(model, mixed_requests, base):
 def test_one_run_for_any_shape(model, rollout, mixed_requests, base, changes):
     """The same completions for any slots, pages and dispatch lengths (K25: options move with their sample).
 
-    Seen to catch: randomness from the slot; sampling options left in a slot; a stop id list of the slot before;
-    tokens beyond the response's end kept from a longer dispatch.
+    Seen to catch: randomness from the row instead of the seed; one sample's temperature for its whole batch.
     """
     engine, params = model.engine(rollout(**changes))
     check_all(model, mixed_requests, base, engine.generate(params, mixed_requests))
 
 
 def test_groups_do_not_change_a_sample(model, rollout, mixed_requests, base):
-    """Every request alone, then every sample alone equals it in company. Seen to catch: a shared key in a group."""
+    """Every request alone, then every sample alone equals it in company. Seen to catch: randomness from the row of the batch."""
     engine, params = model.engine(rollout(num_slots=8))
     for request, together in zip(mixed_requests[:4], base, strict=False):
         (alone,) = engine.generate(params, [request])
@@ -81,7 +80,8 @@ def test_groups_do_not_change_a_sample(model, rollout, mixed_requests, base):
 def test_preemption_changes_nothing(model, rollout, mixed_requests, base):
     """S13: a pool so small that samples lose their pages and are computed again.
 
-    Seen to catch: the random stream started anew; the cache rebuilt without the response; pages not given back.
+    Seen to catch: a random stream that counts from the dispatch; the cache rebuilt without the response; pages not
+    given back.
     """
     engine, params = model.engine(rollout(num_slots=8, num_pages=18, tokens_per_dispatch=3))
     completions = engine.generate(params, mixed_requests)
@@ -93,7 +93,7 @@ def test_preemption_changes_nothing(model, rollout, mixed_requests, base):
 def test_replicas_and_tensor_parallel(model, rollout, mixed_requests, base, mesh):
     """8 devices equal one, and so does a number of replicas that divides nothing.
 
-    Seen to catch: page ids taken as global; outputs of replicas in another order than their inputs.
+    Seen to catch: one replica given the tokens of another.
     """
     engine, params = model.engine(rollout(num_slots=3), mesh)
     check_all(model, mixed_requests, base, engine.generate(params, mixed_requests))
@@ -102,8 +102,7 @@ def test_replicas_and_tensor_parallel(model, rollout, mixed_requests, base, mesh
 
 
 def test_no_compile_after_warmup(model, rollout, mixed_requests):
-    """Any traffic, twice, with the pool freed between. Seen to catch: a bucket left out of the warm-up; a Python
-    number that becomes part of a program; inputs placed differently in the warm-up."""
+    """Any traffic, twice, with the pool freed between. Seen to catch: a bucket left out of the warm-up."""
     compiles = []
 
     def listen(event, duration, **kwargs):
@@ -153,7 +152,7 @@ def test_compiled_decode_leaves_the_pool_alone(model, rollout):
 
 
 def test_new_weights_meet_no_old_cache(model, rollout, mixed_requests):
-    """K07, K05: same prompts after a large step, in the same engine. Seen to catch: prompts kept across calls."""
+    """K07, K05: same prompts after a large step, in the same engine. Seen to catch: the parameters of the first call kept."""
     other = model.scaled(1.7)
     engine, params = model.engine(rollout(num_slots=8))
     first = engine.generate(params, mixed_requests)
@@ -176,7 +175,7 @@ def test_a_dispatch_ends_with_its_last_row(model, rollout, make_request):
 
 
 def test_same_seed_same_bits(model, rollout, mixed_requests):
-    """Equal shapes: bit-equal. Seen to catch: a schedule that looks at the clock."""
+    """Equal shapes: bit-equal. Seen to catch: a seed from the clock."""
     engine, params = model.engine(rollout())
     first, second = (engine.generate(params, mixed_requests) for _ in range(2))
     for a, b in zip(itertools.chain(*first), itertools.chain(*second), strict=True):
@@ -184,7 +183,7 @@ def test_same_seed_same_bits(model, rollout, mixed_requests):
 
 
 def test_samples_of_a_group_differ(model, rollout, make_request):
-    """S11. Seen to catch: one key for the group; one per replica."""
+    """S11. Seen to catch: one key for the group; seeds that ignore the step."""
     engine, params = model.engine(rollout(), MeshConfig(data=2, fsdp=1, tensor=1, pipeline=1))
     prompt = np.arange(20, 25)
     requests = [make_request(5, n=4, key=key, prompt=prompt, temperature=5.0) for key in (1, 2)]
@@ -195,7 +194,7 @@ def test_samples_of_a_group_differ(model, rollout, make_request):
 
 
 def test_context_limit(model, rollout, make_request):
-    """S17. Seen to catch: one token fewer than possible; a position beyond the context."""
+    """S17. Seen to catch: one token fewer than possible; a prompt as long as the context let in."""
     engine, params = model.engine(rollout(), context=16)
     request = make_request(10, max_tokens=10, ignore_eos=True)
     ((completion,),) = engine.generate(params, [request])
@@ -212,7 +211,7 @@ def test_context_limit(model, rollout, make_request):
 def test_several_eos_ids(make_model, rollout, make_request):
     """T05 through the engine: greedy tokens forced by the embedding of a one-way walk over ids.
 
-    Seen to catch: min_tokens masking the first EOS id only; ignore_eos ignoring the first only.
+    Seen to catch: all but the first EOS id left out of the stop ids; ignore_eos ignoring the first only.
     """
     free = make_model(eos_token_ids=())
     engine, params = free.engine(rollout())
@@ -253,8 +252,8 @@ class Letters:
 
 
 def test_stop_strings_and_text(model, rollout, make_request):
-    """T19, T21 through the engine. Seen to catch: text with the stop string; ids cut before it; a special token
-    as stop string never found; tokens after the stop kept from the same dispatch."""
+    """T19, T21 through the engine. Seen to catch: text with the stop string; a special token as stop string never
+    found; the text of an ending token."""
     engine, params = model.engine(rollout(tokens_per_dispatch=16), tokenizer=Letters())
     plain = make_request(6, key=3, max_tokens=14, ignore_eos=True)
     ((whole,),) = engine.generate(params, [plain])
@@ -285,7 +284,7 @@ def test_ids_beyond_the_tokenizer_are_never_sampled(model, rollout, make_request
 
 
 def test_progress_release_and_empty(model, rollout, make_request):
-    """Seen to catch: a released pool used again; progress counted in requests."""
+    """Seen to catch: progress counted in requests."""
     engine, params = model.engine(rollout())
     assert engine.generate(params, []) == []
     seen = []
@@ -298,10 +297,12 @@ def test_progress_release_and_empty(model, rollout, make_request):
 
 
 def test_requests_that_cannot_be_served(model, rollout, make_request):
-    """Errors name what is wrong, before anything runs. Seen to catch: seeds broadcast to a group."""
+    """Errors name what is wrong, before anything runs. Seen to catch: the shape of seeds not checked."""
     engine, params = model.engine(rollout())
     with pytest.raises(UserError, match="no tokenizer"):
         engine.generate(params, [make_request(3, stop=("x",))])
+    with pytest.raises(UserError, match="uint32"):
+        engine.generate(params, [dataclasses.replace(make_request(3), seeds=np.zeros(2, np.uint32))])
     with pytest.raises(UserError, match="at most 16"):
         engine.generate(params, [make_request(3, stop_token_ids=tuple(range(20)))])
     with pytest.raises(UserError, match=r"shape \(0,\)"):
@@ -316,7 +317,7 @@ def test_requests_that_cannot_be_served(model, rollout, make_request):
 
 
 def test_weights_that_are_not_numbers(model, rollout, make_request):
-    """Seen to catch: a response of arbitrary ids from a model that diverged."""
+    """Seen to catch: the check left out."""
     engine, params = model.engine(rollout())
     broken = jax.tree.map(lambda leaf: leaf * np.float32(np.nan), params)
     with pytest.raises(FloatingPointError, match="not a number"):

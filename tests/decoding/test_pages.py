@@ -40,7 +40,7 @@ def test_misuse_raises():
 @given(st.integers(1, 12), st.lists(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=300))
 def test_random_traffic_never_leaks(num_pages, operations):
     """Against a model that holds lists of pages. Seen to catch: `share` that does not count, a release that
-    frees at one holder, a page allocated without a holder."""
+    frees at one holder."""
     allocator = PageAllocator(num_pages)
     held: list[list[int]] = []
     for operation, number in operations:

@@ -67,7 +67,7 @@ def test_implied_distribution_is_exact():
 
 
 def test_words_pick_by_interval():
-    """Every border of the cumulative weights. Seen to catch: `<` for `<=`; the word not shifted."""
+    """Every border of the cumulative weights. Seen to catch: `<` for `<=`."""
     weights = jnp.array([[2**29, 0, 2**30, 2**29]], jnp.uint32)
     words = [0, 2**29 - 1, 2**29, 2**29 + 2**30 - 1, 2**29 + 2**30, 2**31 - 1]
     picked = [int(sampling._pick(weights, jnp.array([word << 1], jnp.uint32))[0]) for word in words]
@@ -84,7 +84,7 @@ def test_samples_follow_the_distribution():
 
 
 def test_temperature_zero():
-    """S01. Seen to catch: division by 0; a log-prob of 0 for greedy; the last of tied ids."""
+    """S01. Seen to catch: division by 0."""
     tokens, logprobs = draw([1.0, 3.0, 3.0, 2.0], temperature=0.0)
     assert tokens[0] == 1
     np.testing.assert_allclose(logprobs[0], -0.9175758, atol=1e-6)
@@ -118,7 +118,7 @@ def test_top_p_border(p, kept):
 
 
 def test_top_k_then_top_p():
-    """S07. Seen to catch: top-p against the sum before top-k."""
+    """S07. Seen to catch: top-p of a sum other than what top-k left."""
     logits = np.log([0.4, 0.3, 0.2, 0.1])
     assert set(draw_many(logits, top_k=2, top_p=0.5)) == {0}
     assert set(draw_many(logits, top_k=1, top_p=0.8)) == {0}
@@ -150,7 +150,7 @@ def test_filters_equal_sorting():
 
 
 def test_logprob_is_tempered_and_unfiltered():
-    """S09. Seen to catch: raw log-prob; log-prob over T; log-prob renormalised after top-k."""
+    """S09. Seen to catch: a log-prob without 1/T; one renormalised after top-k."""
     logits = [2.0, 1.0, 0.0]
     for options in ({}, {"top_k": 2, "top_p": 0.99}):
         tokens, logprobs = draw(np.tile(logits, (200, 1)), temperature=0.5, **options)
@@ -161,7 +161,7 @@ def test_logprob_is_tempered_and_unfiltered():
 def test_ids_beyond_the_tokenizer():
     """S15 and the rows between tokenizer and vocabulary: never drawn, yet counted in the log-prob unless -inf.
 
-    Seen to catch: masking them in the normaliser too; padding ids counted.
+    Seen to catch: the ids beyond left out of the normaliser.
     """
     padded = [1.0, 0, 0, 0, 0, -np.inf, -np.inf, -np.inf]
     tokens, logprobs = draw(np.tile(padded, (500, 1)), num_tokens=5)

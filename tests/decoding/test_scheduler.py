@@ -97,9 +97,8 @@ def run(groups, *, num_replicas, num_slots, num_pages, tokens_per_dispatch):
 def test_random_traffic(groups, num_replicas, num_slots, spare_pages, tokens_per_dispatch):
     """Every sample finishes, reads only its own text from the cache, and every page comes back.
 
-    Seen to catch: a last prompt page shared and not copied; pages of a copy's source freed in the same round;
-    pages kept by a group after its last sample; a preempted sample cached from its prompt alone; pages for one
-    token too few in a dispatch; the page to grow into forgotten at an exact page edge.
+    Seen to catch: a last prompt page not copied; pages kept by a group after its last sample; a preempted sample
+    cached from its prompt alone; pages for one token too few in a dispatch.
     """
     longest = max([length + max(lengths) for length, lengths in groups], default=2)
     samples = [group(request, length, lengths) for request, (length, lengths) in enumerate(groups)]

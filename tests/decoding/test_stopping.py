@@ -15,7 +15,7 @@ def bytes_of(table):
 
 
 def test_stop_across_tokens():
-    """T19. Seen to catch: looking in the newest token only; cutting the ids instead of the text."""
+    """T19. Seen to catch: looking in the newest token only."""
     texts = ["Hel", "lo\nOb", "serva", "tion: x", " y"]
     stop = StopStrings(["\nObservation:"], pieces(*texts))
     assert [stop.push(i) for i in range(4)] == [False, False, False, True]
@@ -25,7 +25,7 @@ def test_stop_across_tokens():
 
 
 def test_characters_of_several_tokens():
-    """T23. Seen to catch: decoding token by token; returning the replacement character at once."""
+    """T23. Seen to catch: returning the replacement character at once."""
     table = [bytes([240, 159]), bytes([152, 128]), bytes([195]), bytes([169])]
     text = IncrementalText(bytes_of(table))
     assert [text.push(i) for i in range(4)] == ["", "😀", "", "é"]

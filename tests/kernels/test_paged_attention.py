@@ -78,7 +78,7 @@ def test_reused_page_shows_nothing_of_its_past(name):
 
 
 def test_unable_or_unknown_raises():
-    """Nothing falls back silently. Seen to catch: dict.get with the XLA path as default."""
+    """Nothing falls back silently. Seen to catch: the check of the name left out."""
     arrays = jax.tree.map(jnp.asarray, cases.inputs(cases.CASES[0]))
     with pytest.raises(ValueError, match="'mosaic' is unknown"):
         api.paged_attention(**arrays, implementation="mosaic")
