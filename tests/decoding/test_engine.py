@@ -70,7 +70,7 @@ def test_one_run_for_any_shape(model, rollout, mixed_requests, base, changes):
 
 
 def test_groups_do_not_change_a_sample(model, rollout, mixed_requests, base):
-    """Every request alone, then every sample alone equals it in company. Seen to catch: randomness from the row of the batch."""
+    """A request alone equals it in company. Seen to catch: randomness from the row of the batch."""
     engine, params = model.engine(rollout(num_slots=8))
     for request, together in zip(mixed_requests[:4], base, strict=False):
         (alone,) = engine.generate(params, [request])
@@ -152,7 +152,9 @@ def test_compiled_decode_leaves_the_pool_alone(model, rollout):
 
 
 def test_new_weights_meet_no_old_cache(model, rollout, mixed_requests):
-    """K07, K05: same prompts after a large step, in the same engine. Seen to catch: the parameters of the first call kept."""
+    """K07, K05: same prompts after a large step, in the same engine.
+
+    Seen to catch: the parameters of the first call kept."""
     other = model.scaled(1.7)
     engine, params = model.engine(rollout(num_slots=8))
     first = engine.generate(params, mixed_requests)
