@@ -158,9 +158,13 @@ class TrainingConfig:
     )
     row_tokens: int = option(
         0,
-        "Length of a packed row; 0 means data.max_prompt_tokens + rollout.max_new_tokens.",
+        "Length of a packed row; 0 means the longest prompt with one longest completion, or with as many of its "
+        "group as keep the row within 1024 tokens.",
         low=0,
         unit="tokens",
+    )
+    share_prompts: bool = option(
+        True, "Compute the prompt of a group once for all its completions in a row; changes speed, not the result."
     )
     logprob_chunk_tokens: int = option(1024, "Tokens whose logits exist at once on a device.", low=1, unit="tokens")
 
@@ -324,11 +328,25 @@ def resolve(config: ConfigDict | dict[str, Any], device_count: int | None = None
     training = dataclasses.replace(
         run.training,
         mini_batch_size=run.training.mini_batch_size or run.train_batch_size,
-        row_tokens=run.training.row_tokens or run.data.max_prompt_tokens + run.rollout.max_new_tokens,
+        row_tokens=run.training.row_tokens or default_row_tokens(run),
     )
     tokenizer = TokenizerSection(path=run.tokenizer.path or run.model.path)
     run = dataclasses.replace(run, training=training, tokenizer=tokenizer)
     return run if device_count is None else with_mesh(run, device_count)
+
+
+SHARED_ROW_TOKENS = 1024
+"""Rows up to this length are worth making longer so that a group shares its prompt; beyond it, attention between
+completions that don't see each other costs more than the repeated prompt."""
+
+
+def default_row_tokens(config: RunConfig) -> int:
+    """`training.row_tokens` where it is not given."""
+    prompt, completion = config.data.max_prompt_tokens, config.rollout.max_new_tokens
+    shared = min(config.rollout.samples_per_prompt, (SHARED_ROW_TOKENS - prompt) // completion)
+    shared = shared if config.training.share_prompts else 1
+    row_tokens = prompt + completion * max(shared, 1)
+    return max(prompt + completion, min(row_tokens, config.training.micro_batch_tokens))
 
 
 def with_mesh(config: RunConfig, device_count: int) -> RunConfig:

@@ -231,6 +231,7 @@ class Trainer:
             aggregation=self.algorithm.loss_aggregation(self.options),
             max_response_tokens=self.config.rollout.max_new_tokens,
             max_micro_batches=capacity,
+            share_prompts=self.config.training.share_prompts,
         )
 
     def logprobs(self, role: str, sequences: Sequences) -> list[np.ndarray]:

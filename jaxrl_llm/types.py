@@ -135,6 +135,10 @@ class Rows:
     Attributes:
       segment_ids: int32; 0 is padding, sequences of a row count from 1.
       positions: int32; restart at 0 with each sequence.
+      prefix_ids: int32; the segment that this token's segment continues (a prompt that several completions of
+        the row share), which it sees as well and whose positions it goes on from; 0 for none.
+      predictors: int32; the column whose hidden state predicts this token: the one before it, or the last of
+        the prompt for the first token of a completion that shares it. Only meaningful where `loss_mask`.
       loss_mask: True where the token is trained.
       weights: float32; a token's weight in its aggregation (1, or 1/length of its sequence …); 0 where masked.
       advantages, old_logprobs, ref_logprobs, sampler_logprobs: float32, 0 where masked.
@@ -143,6 +147,8 @@ class Rows:
     tokens: Int[RowArray, "*b R T"]
     segment_ids: Int[RowArray, "*b R T"]
     positions: Int[RowArray, "*b R T"]
+    prefix_ids: Int[RowArray, "*b R T"]
+    predictors: Int[RowArray, "*b R T"]
     loss_mask: Bool[RowArray, "*b R T"]
     weights: Float[RowArray, "*b R T"]
     advantages: Float[RowArray, "*b R T"]

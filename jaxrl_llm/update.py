@@ -55,7 +55,12 @@ class Forward:
 
     def outputs(self, params: Params, rows: Rows) -> Any:
         """`TokenOutputs` of one micro-batch, from parameters that `cast` returned."""
-        hidden = self.decoder.hidden(params, rows.tokens, rows.positions, rows.segment_ids, remat=self.remat)
+        hidden = self.decoder.hidden(
+            params, rows.tokens, rows.positions, rows.segment_ids, rows.prefix_ids, remat=self.remat
+        )
+        # `token_logprobs` predicts column t from column t - 1: put the state that predicts t there.
+        before = jnp.roll(rows.predictors, -1, axis=1)
+        hidden = jnp.take_along_axis(hidden, before[:, :, None], axis=1)
         return self.decoder.token_logprobs(
             params,
             hidden,
@@ -128,9 +133,7 @@ def make_update(
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), role.params)
         grads, sums = jax.lax.fori_loop(0, num_micro_batches, body, (zeros, empty))
         grads = jax.tree.map(lambda leaf: leaf / denominator, grads)
-        new_params, opt_state, norm, finite = optimizers.apply(
-            optimizer, grads, role.opt_state, role.params, clip_norm
-        )
+        new_params, opt_state, norm, finite = optimizers.apply(optimizer, grads, role.opt_state, role.params, clip_norm)
         metrics = {name: value / denominator for name, value in sums.weighted.items()}
         metrics |= {name: value / jnp.maximum(count, 1.0) for name, (value, count) in sums.counted.items()}
         metrics |= sums.maxima

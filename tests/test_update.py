@@ -36,15 +36,18 @@ CONFIG = ModelConfig(
     tie_embeddings=True,
 )
 OPTIONS = GRPOOptions(kl_coef=0.1, entropy_coef=0.01, loss_aggregation="seq-mean-token-mean")
-SEQUENCES = 12
+SEQUENCES, GROUP = 12, 4
 
 
 def make_sequences() -> Sequences:
     generator = np.random.default_rng(0)
     tokens, masks, parts = [], [], {name: [] for name in ("advantages", "old", "ref", "sampler")}
-    for _ in range(SEQUENCES):
-        prompt, response = generator.integers(1, 6), generator.integers(1, 10)
-        tokens.append(generator.integers(0, CONFIG.vocab_size, prompt + response).astype(np.int32))
+    for n in range(SEQUENCES):
+        if n % GROUP == 0:
+            prompt_ids = generator.integers(0, CONFIG.vocab_size, generator.integers(1, 6))
+        prompt, response = len(prompt_ids), generator.integers(1, 10)
+        response_ids = generator.integers(0, CONFIG.vocab_size, response)
+        tokens.append(np.concatenate([prompt_ids, response_ids]).astype(np.int32))
         mask = np.arange(prompt + response) >= prompt
         masks.append(mask)
         parts["advantages"].append(np.where(mask, generator.normal(), 0).astype(np.float32))
@@ -54,7 +57,7 @@ def make_sequences() -> Sequences:
     return Sequences(
         tokens,
         masks,
-        np.arange(SEQUENCES, dtype=np.int32) // 4,
+        np.arange(SEQUENCES, dtype=np.int32) // GROUP,
         advantages=parts["advantages"],
         old_logprobs=parts["old"],
         ref_logprobs=parts["ref"],
@@ -68,7 +71,13 @@ def initial_params():
 
 
 def one_sgd_step(
-    mesh_shape=(1, 1, 1, 1), row_tokens=16, micro_batch_tokens=64, extra_micro_batches=0, options=OPTIONS, remat="none"
+    mesh_shape=(1, 1, 1, 1),
+    row_tokens=16,
+    micro_batch_tokens=64,
+    extra_micro_batches=0,
+    options=OPTIONS,
+    remat="none",
+    share_prompts=False,
 ):
     """Parameters after one step, its loss and the gradient's norm, on a (data, fsdp, tensor, pipeline) mesh."""
     data, fsdp, tensor, pipeline = mesh_shape
@@ -88,6 +97,7 @@ def one_sgd_step(
         aggregation=options.loss_aggregation,
         max_response_tokens=10,
         max_micro_batches=packing.micro_batches_for(SEQUENCES, shape) + extra_micro_batches,
+        share_prompts=share_prompts,
     )
     role, metrics = step(
         role,
@@ -120,12 +130,15 @@ def assert_same_step(params, metrics):
         {"row_tokens": 16, "micro_batch_tokens": 16},  # a row at a time
         {"row_tokens": 40, "micro_batch_tokens": 40},  # several sequences in a row, a row at a time
         {"row_tokens": 23, "micro_batch_tokens": 69, "extra_micro_batches": 3},  # odd width, empty micro-batches
+        {"row_tokens": 40, "micro_batch_tokens": 80, "share_prompts": True},  # a prompt with its completions
+        {"row_tokens": 17, "micro_batch_tokens": 34, "share_prompts": True},  # groups that do not fit one row
     ],
-    ids=["micro-batches", "packed", "padded"],
+    ids=["micro-batches", "packed", "padded", "shared prompts", "shared in part"],
 )
 def test_split_and_packing_do_not_change_the_update(split):
     """Caught: weights normalised per micro-batch; positions that run on over a row; a mask that lets
-    one packed sequence see another; a loop that also runs over the empty micro-batches' stale count."""
+    one packed sequence see another; a loop that also runs over the empty micro-batches; a completion that
+    does not see its prompt, or sees another completion; a first token predicted by the wrong column."""
     assert_same_step(*one_sgd_step(**split))
 
 

@@ -51,7 +51,7 @@ def measure(model: str, work: Workload) -> dict[str, float]:
     config.rollout.max_new_tokens = work.new_tokens
     config.rollout.num_slots = work.sequences
     config.rollout.ignore_eos = True
-    config.training.micro_batch_tokens = work.sequences * (work.prompt_tokens + work.new_tokens)
+    config.training.micro_batch_tokens = work.prompts * (work.prompt_tokens + work.samples * work.new_tokens)
     config.rewards = {"digits": {}}
     steps: list[dict[str, float]] = []
     with CompileCounter() as compiles:

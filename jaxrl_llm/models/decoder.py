@@ -99,6 +99,7 @@ class Decoder:
         tokens: Int[Array, "R T"],
         positions: Int[Array, "R T"],
         segment_ids: Int[Array, "R T"],
+        prefix_ids: Int[Array, "R T"] | None = None,
         *,
         remat: str = "none",
     ) -> Float[Array, "R T D"]:
@@ -109,6 +110,8 @@ class Decoder:
         Args:
           positions: restart at 0 with each segment.
           segment_ids: 0 is padding; a token sees its own segment only.
+          prefix_ids: the segment that a token's segment continues and sees as well (a prompt that several completions
+            of a row share); 0 or None for none. Positions go on where the prefix ends.
           remat: ``full`` keeps one ``[R, T, D]`` per layer for the backward pass and computes the rest again.
         """
         if remat not in ("none", "full"):
@@ -123,7 +126,9 @@ class Decoder:
                     for value, axis in ((q, "heads"), (k, "kv_heads"), (v, "kv_heads"))
                 )
                 window = layer_data["window"]
-                attended = row_attention(q, k, v, positions, segment_ids, window, self.config.scale)
+                attended = row_attention(
+                    q, k, v, positions, segment_ids, window, self.config.scale, prefix_ids=prefix_ids
+                )
                 attended = place(attended, "rows", None, "heads", None)
                 return place(attended.reshape(rows * num_tokens, *attended.shape[2:]), "rows", "heads", None)
 
