@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from clu import parameter_overview
 from jax.experimental import multihost_utils
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +35,8 @@ from jaxrl_llm.data.prompts import encode_prompts, render_prompt
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
 from jaxrl_llm.models.export import export_model
-from jaxrl_llm.models.loading import init_model, load_model
+from jaxrl_llm.models.loading import init_model, load_config, load_model
+from jaxrl_llm.models.registry import config_from_hf
 from jaxrl_llm.observability.run_log import RunLog
 from jaxrl_llm.observability.timing import PhaseTimer
 from jaxrl_llm.rollout import Rollout
@@ -73,7 +75,6 @@ class Trainer:
         self.config = config = configs.with_mesh(config, self.mesh.size)
         self.algorithm = ALGORITHMS[config.algorithm.name]
         self.options = config.algorithm.options
-        self.workdir = None if workdir is None or read_only else Workdir(workdir, config)
 
         self.tokenizer = load_tokenizer(config.tokenizer.path) if tokenizer is None else tokenizer
         self.data = self._open_data() if config.data.train else None
@@ -81,8 +82,16 @@ class Trainer:
         self.total_steps = (
             configs.step_counts(config, self.data.num_rows).total_steps if self.data else config.num_steps
         )
+        model = config.model
+        shape = (
+            config_from_hf(model.architecture, "model.architecture") if model.architecture else load_config(model.path)
+        )
+        configs.check_against_model(config, shape, self.tokenizer)
+        # Every check that needs no weights has passed: only now is the folder taken and memory used.
+        self.workdir = None if workdir is None or read_only else Workdir(workdir, config)
         self.decoder, params = self._load_model()
-        configs.check_against_model(config, self.decoder.config, self.tokenizer)
+        logger.info("%s: %d parameters", model.path or "from scratch", parameter_overview.count_parameters(params))
+        logger.debug(parameter_overview.get_parameter_overview(params))
         self.dtype = _compute_dtype(config.dtype, self.mesh)
 
         updates = _updates_per_step(config) * self.total_steps

@@ -15,6 +15,9 @@ from jaxrl_llm.options import to_dict
 
 CONFIG_FILE = "config.json"
 
+RESULTS = ("checkpoints/*", "metrics.jsonl", "samples.jsonl")
+"""What a run leaves; a folder with none of them holds no run yet."""
+
 FREE_TO_CHANGE = (
     "num_steps",
     "log_level",
@@ -58,15 +61,21 @@ class Workdir:
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"--workdir={self.path} is a file; it must be a folder. Choose another --workdir.")
         saved = self.path / CONFIG_FILE
-        self.resumed = saved.exists()
+        results = [file for pattern in RESULTS for file in self.path.glob(pattern)]
+        self.resumed = saved.exists() and bool(results)  # one that failed before its first step may be changed
         if self.resumed:
             _refuse_another_run(configs.load(saved), config, self.path)
-        elif any((self.path / name).exists() for name in ("checkpoints", "metrics.jsonl", "samples.jsonl")):
+        elif results:
             raise UserError(
                 f"--workdir={self.path} holds results but no {CONFIG_FILE}, so it cannot be continued, and it is not "
                 "overwritten. Choose another --workdir, or move those files away."
             )
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"--workdir={self.path} can't be made: {error.strerror}. Choose a folder that you may write to."
+            ) from error
         lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
         self._unlock = weakref.finalize(self, os.close, lock)
         try:

@@ -171,3 +171,12 @@ def test_a_decoder_that_disagrees_stops_the_run(rows_file, tmp_path, monkeypatch
     with pytest.raises(RunStopped, match="logprob_diff"):
         trainer.step(next(trainer.data))
     trainer.close()
+
+
+def test_a_run_that_failed_before_its_first_step_may_be_changed(rows_file, tmp_path):
+    """Caught: a folder that is refused because a mistyped option was once tried in it."""
+    wrong = make_config(rows_file, **{"data.max_prompt_tokens": 31, "training.row_tokens": 0})
+    with pytest.raises(UserError, match="max_prompt_tokens"):
+        Trainer(wrong, tmp_path / "run", rewards={"exact": exact}, devices=jax.devices()[:1])
+    _, metrics = run(make_config(rows_file), tmp_path / "run", steps=1)
+    assert 1 in metrics
