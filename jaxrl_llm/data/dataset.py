@@ -108,10 +108,6 @@ class PromptData:
         rows = self._order_cache[1][start : start + share]
         return [self._at_epoch(self._examples[row], epoch) for row in rows]
 
-    def all_examples(self) -> list[Example]:
-        """Every row once in file order, the last partial batch included; the same on all processes."""
-        return [self._at_epoch(example, 0) for example in self._examples]
-
     @staticmethod
     def _at_epoch(example: Example, epoch: int) -> Example:
         return dataclasses.replace(example, uid=f"{example.row}@{epoch}", epoch=epoch)

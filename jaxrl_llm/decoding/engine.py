@@ -28,7 +28,7 @@ from jaxrl_llm.decoding.pages import pages_for
 from jaxrl_llm.decoding.programs import Programs
 from jaxrl_llm.decoding.request import Request
 from jaxrl_llm.decoding.scheduler import Plan, Sample, Scheduler
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import REPLICA_AXES, replica_count
 from jaxrl_llm.types import Completion, Params
@@ -166,13 +166,6 @@ class Engine:
 
     close = release
 
-    @property
-    def pool_bytes(self) -> int:
-        """Bytes of the KV pools per replica (over all its tensor devices) for float32; half that for bfloat16."""
-        config = self.decoder.config
-        entries = self.num_pages * self.rollout.page_size * config.num_kv_heads * config.head_size
-        return 2 * 4 * entries * config.num_layers
-
     # -- Generation ----------------------------------------------------------------------------------------
 
     def generate(
@@ -185,7 +178,7 @@ class Engine:
 
         Raises:
           UserError: a request that can't be served; raised before anything runs.
-          FloatingPointError: the model gave a log-probability that is not a number.
+          RunStopped: the model gave a log-probability that is not a number.
         """
         start = time.perf_counter()
         samples = [self.intake.samples(index, request) for index, request in enumerate(requests)]
@@ -260,10 +253,12 @@ class Engine:
             for row, sample in enumerate(samples, start=replica * num_rows):
                 made = count[row]
                 if not np.isfinite(logprobs[row, :made]).all():
-                    raise FloatingPointError(
-                        f"Request {sample.request}, sample {sample.index}: the model gave a log-probability that is "
-                        "not a number. Its weights have probably diverged: look at the learning rate and the "
-                        "gradient norm of the last steps, and resume from an earlier checkpoint."
+                    dtype = gen_params["embed"]["weight"].dtype
+                    raise RunStopped(
+                        f"Generation, request {sample.request}, sample {sample.index}: the model gave a log-probability"
+                        " that is not a finite number. Its weights have probably diverged: look at the learning rate "
+                        f"and the gradient norm of the last update, and at the dtype of compute ({dtype}); then "
+                        "resume from an earlier checkpoint."
                     )
                 sample.receive(tokens[row, :made].tolist(), logprobs[row, :made].tolist())
 

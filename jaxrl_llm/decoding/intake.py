@@ -25,7 +25,8 @@ class Intake:
 
     def __init__(self, config: ModelConfig, tokenizer: Any, context: int | None):
         self._tokenizer = tokenizer
-        self._eos_ids = config.eos_token_ids
+        self._eos_ids = config.end_ids(tokenizer)
+        self._vocab_size = config.vocab_size
         self.num_tokens = config.vocab_size if tokenizer is None else min(len(tokenizer), config.vocab_size)
         longest = config.max_position
         if config.rope.type == "dynamic":  # beyond it, frequencies change with length and old keys would not fit
@@ -46,9 +47,16 @@ class Intake:
         Raises:
           UserError: the request can't be served.
         """
-        prompt = np.asarray(request.prompt_ids, np.int32)
+        prompt = np.asarray(request.prompt_ids)
         if prompt.ndim != 1 or not len(prompt):
             raise UserError(f"Request {index} has a prompt of shape {prompt.shape}; it must be [t] with t at least 1.")
+        if prompt.dtype.kind not in "iu" or prompt.min() < 0 or prompt.max() >= self._vocab_size:
+            raise UserError(
+                f"Request {index} has a prompt of {prompt.dtype} numbers from {prompt.min()} to {prompt.max()}; they "
+                f"must be token ids, whole numbers from 0 to {self._vocab_size - 1}, the last of the model's "
+                "vocabulary. Use the tokenizer that belongs to the model."
+            )
+        prompt = prompt.astype(np.int32)
         if len(prompt) >= self.context:
             raise UserError(
                 f"Request {index} has a prompt of {len(prompt)} tokens, which leaves no room for a response in a "

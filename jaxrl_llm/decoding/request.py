@@ -22,8 +22,8 @@ class SamplingParams:
       min_tokens: no end-of-sequence id, stop id or stop string ends the response before this many tokens.
       stop: strings that end the response. The tokens up to the one that completes the string are kept, its
         text and what follows is not.
-      stop_token_ids: ids that end the response, beside the model's own end-of-sequence ids.
-      ignore_eos: the model's end-of-sequence ids don't end the response; ``stop`` and ``stop_token_ids`` do.
+      stop_token_ids: ids that end the response, beside the end-of-sequence ids of model and tokenizer.
+      ignore_eos: the end-of-sequence ids don't end the response; ``stop`` and ``stop_token_ids`` do.
     """
 
     temperature: float = 1.0

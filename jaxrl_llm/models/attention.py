@@ -39,7 +39,7 @@ def row_attention(
     index = jnp.arange(num_tokens)
     prefixes = jnp.zeros_like(segment_ids) if prefix_ids is None else prefix_ids
 
-    def take(values: Int[Array, "R T"], rows: Int[Array, t]) -> Int[Array, "R t"]:
+    def take(values: Int[Array, "R T"], rows: Int[Array, " t"]) -> Int[Array, "R t"]:
         return jnp.take(values, rows, axis=1, mode="clip")  # queries that only pad the last chunk: cut off later
 
     def attend(chunk: Float[Array, "R K G t h"], start: Int[Array, ""] | int) -> Float[Array, "R K G t h"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from jaxrl_llm.errors import UserError
 
@@ -130,6 +131,13 @@ class ModelConfig:
     def scale(self) -> float:
         """What attention scores are multiplied by."""
         return 1.0 / math.sqrt(self.head_size) if self.attention_scale is None else self.attention_scale
+
+    def end_ids(self, tokenizer: Any) -> tuple[int, ...]:
+        """Ids that end a response: the model's own, and the tokenizer's, which supervised completions end with and
+        which the files of a base model often don't name. ``tokenizer`` may be None."""
+        other = None if tokenizer is None else tokenizer.eos_token_id
+        known = other is None or other in self.eos_token_ids
+        return self.eos_token_ids if known else (*self.eos_token_ids, other)
 
     def with_vocab_multiple(self, multiple: int) -> ModelConfig:
         """The same model with its vocabulary arrays padded to a multiple, for example the size of ``tensor``."""

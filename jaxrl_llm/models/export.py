@@ -5,6 +5,7 @@ The folder appears whole or not at all: it is written beside its place and renam
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Iterator
@@ -45,7 +46,8 @@ def export_model(
 
     Args:
       params: in the training arrangement, on any mesh.
-      tokenizer: a transformers tokenizer; None writes none.
+      tokenizer: a transformers tokenizer; None writes none. Its end-of-sequence id joins the model's, since training
+        has generated with both.
       dtype: of the file.
       max_file_bytes: weights beyond it go into several files with an index.
 
@@ -64,14 +66,17 @@ def export_model(
         temporary.mkdir(parents=True)
     _write_weights(temporary, decoder, params, jnp.dtype(dtype), max_file_bytes, writes)
     if writes:
-        _write_configs(temporary, decoder, jnp.dtype(dtype))
+        _write_configs(temporary, decoder, tokenizer, jnp.dtype(dtype))
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
+        for file in temporary.glob("*.safetensors"):  # their library makes them private whatever the umask
+            shutil.copymode(temporary / "config.json", file)
         _replace(temporary, target)
 
 
-def _write_configs(folder: Path, decoder: Decoder, dtype: np.dtype) -> None:
-    hf = FAMILIES[decoder.config.architecture].to_hf(decoder.config)
+def _write_configs(folder: Path, decoder: Decoder, tokenizer: Any, dtype: np.dtype) -> None:
+    config = dataclasses.replace(decoder.config, eos_token_ids=decoder.config.end_ids(tokenizer))
+    hf = FAMILIES[config.architecture].to_hf(config)
     ids = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
     files = {"config.json": {**hf, "torch_dtype": dtype.name}, "generation_config.json": ids}
     for name, content in files.items():

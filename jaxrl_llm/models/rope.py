@@ -93,7 +93,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 
 def rope_tables(
-    rope: RopeConfig, head_size: int, positions: Int[Array, N]
+    rope: RopeConfig, head_size: int, positions: Int[Array, " N"]
 ) -> tuple[Float[Array, "N h"], Float[Array, "N h"]]:
     """cos and sin of every position, each half of the head the same; float32."""
     frequencies, factor = rope_frequencies(rope, head_size)

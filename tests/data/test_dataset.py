@@ -12,6 +12,7 @@ import pytest
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.addition import write_tokenizer
 from jaxrl_llm.data.dataset import PromptData
+from jaxrl_llm.data.examples import load_examples
 from jaxrl_llm.data.order import epoch_order, permutation
 from jaxrl_llm.errors import UserError
 from tests.cases import case
@@ -35,6 +36,11 @@ def numbered(tmp_path: Path, count: int) -> DataConfig:
 
 def rows(batch: list[Any]) -> list[int]:
     return [example.row for example in batch]
+
+
+def in_file_order(data: PromptData) -> list[Any]:
+    """One epoch of batches of one prompt each."""
+    return sorted((data.batch(number)[0] for number in range(data.num_rows)), key=lambda example: example.row)
 
 
 def test_order_and_position(tmp_path: Path, tokenizer: Any):
@@ -134,7 +140,8 @@ def test_step_counts_and_the_last_batch(tmp_path: Path, tokenizer: Any):
     config = numbered(tmp_path, given["rows"])
     data = PromptData(config, tokenizer, batch_size=given["train_batch"])
     assert data.steps_per_epoch == case("G09")["expected"]["steps_per_epoch"]
-    assert rows(data.all_examples()) == list(range(given["rows"]))
+    evaluated, _ = load_examples(config, tokenizer, config.train, max_prompt_tokens=config.max_prompt_tokens)
+    assert rows(evaluated) == list(range(given["rows"]))
 
 
 def test_equal_rows_are_different_groups(tmp_path: Path, tokenizer: Any):
@@ -171,15 +178,15 @@ def test_overlong_prompts(tmp_path: Path, tokenizer: Any, caplog: pytest.LogCapt
 
     with caplog.at_level(logging.WARNING):
         filtered = data("filter")
-        assert rows(filtered.all_examples()) == [0, 2]
+        assert rows(in_file_order(filtered)) == [0, 2]
         assert filtered.counts == {"rows": 4, "kept": 2, "filtered": 2, "truncated": 0}
         (record,) = caplog.records
         assert "2 of 4 rows" in record.message and "row 1, 3" in record.message
 
         left = data("truncate_left")
         assert left.counts == {"rows": 4, "kept": 4, "filtered": 0, "truncated": 2}
-        assert left.all_examples()[1].prompt_ids.tolist() == [1, 13, 4, 4, 15]
-        assert left.all_examples()[1].prompt == "<bos>+11="
+        assert in_file_order(left)[1].prompt_ids.tolist() == [1, 13, 4, 4, 15]
+        assert in_file_order(left)[1].prompt == "<bos>+11="
     with pytest.raises(UserError, match=r"2 of 4 rows.*row 1, 3"):
         data("error")
 
@@ -193,7 +200,7 @@ def test_right_truncation_is_never_silent(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         config = DataConfig(train=path, max_prompt_tokens=5, overlong_prompts="truncate_right")
         data = PromptData(config, tokenizer, batch_size=1)
-    assert data.all_examples()[0].prompt_ids.tolist() == [1, 3, 4, 4, 4]  # <bos> U: hi hi hi, and no A:
+    assert in_file_order(data)[0].prompt_ids.tolist() == [1, 3, 4, 4, 4]  # <bos> U: hi hi hi, and no A:
     (record,) = caplog.records
     assert "2 of 2" in record.message and "header of the assistant's turn" in record.message
 
@@ -220,13 +227,13 @@ def test_a_huge_row_does_not_stall(tmp_path: Path, tokenizer: Any, caplog: pytes
 def test_completions_to_imitate(tmp_path: Path, tokenizer: Any):
     path = write(tmp_path, ["1+1=", "2+2="], completion="1234", answer="2")
     config = DataConfig(train=path)
-    examples = PromptData(config, tokenizer, batch_size=1).all_examples()
+    examples = in_file_order(PromptData(config, tokenizer, batch_size=1))
     assert examples[0].response_ids.tolist() == [4, 5, 6, 7, 2]
-    assert PromptData(numbered(tmp_path, 2), tokenizer, batch_size=1).all_examples()[0].response_ids is None
+    assert in_file_order(PromptData(numbered(tmp_path, 2), tokenizer, batch_size=1))[0].response_ids is None
     with pytest.raises(UserError, match="All 2 rows"):
         write(tmp_path, ["1+1=", "2+2="], completion="1234")
         PromptData(config, tokenizer, batch_size=1, max_response_tokens=4)
     cut = DataConfig(train=path, overlong_prompts="truncate_left")
-    (example, _) = PromptData(cut, tokenizer, batch_size=1, max_response_tokens=4).all_examples()
+    (example, _) = in_file_order(PromptData(cut, tokenizer, batch_size=1, max_response_tokens=4))
     assert example.response_ids.tolist() == [4, 5, 6, 7]
     assert example.prompt == "1+1="

@@ -95,7 +95,7 @@ class Model:
         return jax.jit(score)
 
     def check_same(self, request, left, right, tolerance=1e-4):
-        """Equal completions, or the first differing token was a near-tie for the draw (DESIGN: one run)."""
+        """Equal completions, or the first differing token was a near-tie for the draw."""
         for a, b in zip(left, right, strict=True):
             shared = min(len(a.token_ids), len(b.token_ids))
             differs = np.flatnonzero(a.token_ids[:shared] != b.token_ids[:shared])

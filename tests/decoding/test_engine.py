@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.decoding.request import sample_seeds
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunStopped, UserError
 
 EIGHT = MeshConfig(data=2, fsdp=2, tensor=2, pipeline=1)
 
@@ -236,6 +236,31 @@ def test_several_eos_ids(make_model, rollout, make_request):
     assert ended.token_ids.tolist() == walk[: walk.index(walk[3]) + 1] and ended.finish_reason == "stop"
 
 
+def test_the_tokenizers_eos_ends_a_response_too(make_model, rollout, make_request):
+    """A base model's files name another EOS than the tokenizer, with which supervised completions end.
+
+    Seen to catch: the tokenizer's left out; the tokenizer's instead of the model's."""
+    free = make_model(eos_token_ids=())
+    engine, params = free.engine(rollout(), tokenizer=Letters())
+    request = make_request(6, temperature=0.0, max_tokens=8)
+    ((whole,),) = engine.generate(params, [request])
+    walk = whole.token_ids.tolist()
+    later = next(token for token in walk if token != walk[0])
+    for model_ends, tokenizer_end, length in (
+        ((), walk[0], 1),
+        ((walk[0],), later, 1),
+        ((149,), later, walk.index(later) + 1),
+    ):
+        model = make_model(eos_token_ids=model_ends)
+        engine, params = model.engine(rollout(), tokenizer=Letters(tokenizer_end))
+        ((ended,),) = engine.generate(params, [request])
+        assert (ended.token_ids.tolist(), ended.finish_reason) == (walk[:length], "stop")
+        assert ended.text == Letters().decode(walk[: length - 1], True, False)
+    ignoring = make_request(6, temperature=0.0, max_tokens=8, ignore_eos=True)
+    ((ignored,),) = engine.generate(params, [ignoring])
+    assert ignored.token_ids.tolist() == walk
+
+
 class Token(str):
     special = True
 
@@ -244,6 +269,9 @@ class Letters:
     """A tokenizer of 140 ids (the model has 150): id i is the letter ``chr(65 + i % 26)``; 7 is special."""
 
     added_tokens_decoder = types.MappingProxyType({7: Token("<|end|>")})
+
+    def __init__(self, eos_token_id=None):
+        self.eos_token_id = eos_token_id
 
     def __len__(self):
         return 140
@@ -285,6 +313,18 @@ def test_ids_beyond_the_tokenizer_are_never_sampled(model, rollout, make_request
         np.testing.assert_allclose(completion.logprobs, model.logprobs(request, completion), atol=1e-4)
 
 
+def test_calls_of_any_size(model, rollout, make_request):
+    """More samples than slots in one group, then calls with more and with fewer requests in the same engine."""
+    engine, params = model.engine(rollout(num_slots=2))
+    requests = [make_request(6, n=5, key=8), make_request(3, key=9), make_request(9, n=2, key=10)]
+    whole = engine.generate(params, requests)
+    assert [len(group) for group in whole] == [5, 1, 2]
+    for count in (1, 0, 3, 2):
+        again = engine.generate(params, requests[:count])
+        assert len(again) == count
+        check_all(model, requests[:count], whole[:count], again)
+
+
 def test_progress_release_and_empty(model, rollout, make_request):
     """Seen to catch: progress counted in requests."""
     engine, params = model.engine(rollout())
@@ -299,7 +339,9 @@ def test_progress_release_and_empty(model, rollout, make_request):
 
 
 def test_requests_that_cannot_be_served(model, rollout, make_request):
-    """Errors name what is wrong, before anything runs. Seen to catch: the shape of seeds not checked."""
+    """Errors name what is wrong, before anything runs.
+
+    Seen to catch: the shape of seeds not checked; ids checked against the padded vocabulary, or not at all."""
     engine, params = model.engine(rollout())
     with pytest.raises(UserError, match="no tokenizer"):
         engine.generate(params, [make_request(3, stop=("x",))])
@@ -309,6 +351,10 @@ def test_requests_that_cannot_be_served(model, rollout, make_request):
         engine.generate(params, [make_request(3, stop_token_ids=tuple(range(20)))])
     with pytest.raises(UserError, match=r"shape \(0,\)"):
         engine.generate(params, [make_request(0)])
+    for prompt in ([10, 150], [-1, 10], [10.0, 11.5]):  # 150: a row that only pads the array
+        broken = dataclasses.replace(make_request(3), prompt_ids=np.asarray(prompt))
+        with pytest.raises(UserError, match="from 0 to 149"):
+            engine.generate(params, [make_request(3), broken])
     for name, value in {"temperature": -1.0, "top_p": 0.0, "max_tokens": 0, "min_tokens": 99, "stop": ("",)}.items():
         with pytest.raises(UserError, match=name):
             make_request(3, **{name: value})
@@ -319,9 +365,9 @@ def test_requests_that_cannot_be_served(model, rollout, make_request):
 
 
 def test_weights_that_are_not_numbers(model, rollout, make_request):
-    """Seen to catch: the check left out."""
+    """Seen to catch: the check left out; an error that the command line does not know."""
     engine, params = model.engine(rollout())
     broken = jax.tree.map(lambda leaf: leaf * np.float32(np.nan), params)
-    with pytest.raises(FloatingPointError, match="not a number"):
-        engine.generate(broken, [make_request(3)])
+    with pytest.raises(RunStopped, match=r"request 1, sample 0: .*learning rate .* gradient norm .* \(float32\)"):
+        engine.generate(broken, [make_request(3, n=0), make_request(3)])
     assert len(engine.generate(params, [make_request(3)])[0]) == 1

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from jaxrl_llm.algorithms.interface import Sequences
 from jaxrl_llm.models import attention, blocks
 from jaxrl_llm.models.attention import NO_WINDOW, row_attention
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.packing import RowShape, pack
 from jaxrl_llm.sharding import GENERATION, TRAINING
 from tests.cases import case
 from tests.models.tiny import one_segment, tiny_config, tiny_model
@@ -62,6 +64,68 @@ def test_a_packed_row_equals_separate_rows():
     norm = float(jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(expected))))
     for leaf, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
         assert float(jnp.abs(leaf - wanted).max()) < 1e-5 * norm
+
+
+def test_a_window_shorter_than_a_shared_prompt():
+    """Hidden states of [prompt | c1 | c2 | c3], as rows are packed, against a row per sequence; both layers have a
+    window that ends inside the prompt for the first tokens of a completion and within the completion for the last.
+
+    Seen to catch: windows counted in columns, which put c1 between the prompt and c2; the prefix not seen; a prefix
+    seen beyond the window."""
+    decoder, params = tiny_model(windows=(4, 6))
+    prompt, lengths = _tokens(10), (3, 8, 5)
+    whole = [np.concatenate([prompt, _tokens(length, seed=length)]) for length in lengths]
+    masks = [np.arange(len(tokens)) >= len(prompt) for tokens in whole]
+    sequences = Sequences(whole, masks, np.zeros(len(whole), np.int32))
+    batch, placement = pack(
+        sequences, RowShape(30, 1), aggregation="token-mean", max_response_tokens=8, max_micro_batches=1
+    )
+    rows = batch.rows
+    assert len({int(segment) for segment in rows.segment_ids.ravel()} - {0}) == 4, "the prompt is not shared"
+    row = (jnp.asarray(getattr(rows, name)[0]) for name in ("tokens", "positions", "segment_ids", "prefix_ids"))
+    hidden = np.asarray(jax.jit(decoder.hidden)(params, *row))[0]
+    for n, tokens in enumerate(whole):
+        expected = np.asarray(jax.jit(decoder.hidden)(params, *one_segment(tokens[None])))[0]
+        shared = np.concatenate([hidden[placement.prompt[n]], hidden[placement.completion[n]]])
+        np.testing.assert_allclose(shared, expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("before", [0, 7], ids=["padding_right", "padding_left"])
+def test_padding_to_a_longer_width_changes_nothing_case_t25(before):
+    """Log-probabilities and gradient of a batch in rows of width W and of W + 7. Seen to catch: padding seen by the
+    tokens of its row; a mean over columns; positions taken from columns."""
+    decoder, params = tiny_model()
+    params = _randomized(params)
+    lengths, width = (9, 6, 4), 9
+
+    def batch(width, before):
+        tokens, positions, segments, mask = (np.zeros((len(lengths), width), np.int32) for _ in range(4))
+        for row, length in enumerate(lengths):
+            columns = slice(before, before + length)
+            tokens[row, columns] = _tokens(length, seed=length)
+            positions[row, columns] = np.arange(length)
+            segments[row, columns] = 1
+            mask[row, before + 2 : before + length] = 1
+        return tuple(map(jnp.asarray, (tokens, positions, segments, mask == 1)))
+
+    @jax.jit
+    def run(params, tokens, positions, segments, mask):
+        def loss(params):
+            hidden = decoder.hidden(params, tokens, positions, segments)
+            logprobs = decoder.token_logprobs(params, hidden, tokens, mask, 1.0).logprobs
+            return logprobs.sum() / mask.sum(), (hidden, logprobs)
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    (expected_loss, (expected_hidden, expected_logprobs)), expected = run(params, *batch(width, 0))
+    (loss, (hidden, logprobs)), gradient = run(params, *batch(width + 7, before))
+    assert abs(float(loss) - float(expected_loss)) < 1e-6
+    for row, length in enumerate(lengths):
+        columns = slice(before, before + length)
+        np.testing.assert_allclose(hidden[row, columns], expected_hidden[row, :length], atol=1e-6, rtol=1e-6)
+        np.testing.assert_allclose(logprobs[row, columns], expected_logprobs[row, :length], atol=1e-6, rtol=1e-6)
+    for leaf, wanted in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(leaf, wanted, atol=1e-5)
 
 
 def test_window_counts_the_token_itself_case_k09():
@@ -173,6 +237,35 @@ def test_padding_rows_of_the_vocabulary_case_s15():
     assert float(outputs.logprobs[0, 1]) == pytest.approx(expected["logprob_token0"], abs=1e-6)
     entropy = -float((probabilities[:real] * jnp.log(probabilities[:real])).sum())
     assert float(outputs.entropy[0, 1]) == pytest.approx(entropy, abs=1e-6)
+
+
+def _decoder_of_logits(logits):
+    """A decoder, parameters and hidden states whose logits are the given ones: the weight is the identity."""
+    count = len(logits[0])
+    decoder = Decoder(tiny_config(vocab_size=count, padded_vocab_size=count, hidden_size=count))
+    return decoder, {"lm_head": {"weight": jnp.eye(count)}}, jnp.asarray(logits, jnp.float32)[None]
+
+
+def test_which_logits_predict_which_token_case_t11():
+    """Seen to catch: a token's log-probability read from its own place; the first response token left out."""
+    given, expected = case("T11")["input"], case("T11")["expected"]
+    decoder, params, hidden = _decoder_of_logits(given["logits"])
+    tokens = jnp.asarray([given["ids"]], jnp.int32)
+    mask = jnp.arange(tokens.shape[1])[None] >= given["prompt_len"]
+    logprobs = np.asarray(decoder.token_logprobs(params, hidden, tokens, mask, 1.0).logprobs)[0]
+    np.testing.assert_allclose(logprobs[given["prompt_len"] :], expected["response_logprobs"], atol=1e-6)
+    assert (logprobs[1:] != 0).tolist() == [bool(entry) for entry in expected["sft_target_mask_after_shift"]]
+
+
+def test_logit_rows_of_a_response_case_l31():
+    """The actor's half of the case, by the places that have a gradient. Seen to catch: states taken one later."""
+    given, expected = case("L31")["input"], case("L31")["expected"]
+    length = given["prompt_len"] + given["response_len"]
+    decoder, params, hidden = _decoder_of_logits(np.random.default_rng(0).normal(size=(length, 3)))
+    tokens, mask = jnp.zeros((1, length), jnp.int32), jnp.arange(length)[None] >= given["prompt_len"]
+    gradient = jax.grad(lambda hidden: decoder.token_logprobs(params, hidden, tokens, mask, 1.0).logprobs.sum())(hidden)
+    used = np.flatnonzero(np.abs(np.asarray(gradient)[0]).max(axis=-1))
+    assert used.tolist() == expected["logit_rows_used"]
 
 
 def test_logprobs_are_of_the_rows_own_tokens():

@@ -1,6 +1,8 @@
 """An exported folder: complete, in the shapes of its config, written whole or not at all."""
 
 import json
+import os
+import stat
 
 import jax
 import jax.numpy as jnp
@@ -83,14 +85,41 @@ def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch):
     assert {path.name: path.read_bytes() for path in target.iterdir()} == before
 
 
-def test_the_tokenizer_and_its_template_come_along(tmp_path):
+def _tokenizer(**options):
     from tokenizers import Tokenizer, models
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2, "<end>": 3}, unk_token="<unk>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>", **options)
+
+
+@pytest.mark.parametrize("own, expected", [((), 3), ((2,), [2, 3]), ((3, 5), [3, 5])])
+def test_the_tokenizers_eos_joins_the_models(tmp_path, own, expected):
+    """Whoever loads the folder stops where training stopped. Seen to catch: the model's ids alone."""
+    decoder, params = tiny_model(windows=(None, None), eos_token_ids=own)
+    export_model(tmp_path / "model", decoder, params, _tokenizer(eos_token="<end>"))
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "model" / name).read_text())["eos_token_id"] == expected
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_files_get_the_mode_of_the_umask(tmp_path, umask):
+    """Seen to catch: weights that only their owner may read."""
+    decoder, params = tiny_model(windows=(None, None))
+    before = os.umask(umask)
+    try:
+        export_model(tmp_path / "model", decoder, params, _tokenizer(), max_file_bytes=10_000)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "model").iterdir()}
+    assert len(modes) > 5 and set(modes.values()) == {0o666 & ~umask}, modes
+
+
+def test_the_tokenizer_and_its_template_come_along(tmp_path):
+    from transformers import AutoTokenizer
 
     decoder, params = tiny_model(windows=(None, None))
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")), unk_token="<unk>"
-    )
+    tokenizer = _tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     export_model(tmp_path / "model", decoder, params, tokenizer)
     again = AutoTokenizer.from_pretrained(tmp_path / "model")

@@ -181,7 +181,7 @@ def _read_rope(hf: HfConfig) -> RopeConfig:
         )
     fields = {ROPE_KEYS[key]: value for key, value in given.items()}
     kind = fields.get("type", "default")
-    if kind == "dynamic":  # its original context is the model's context: longer sequences are refused (DESIGN)
+    if kind == "dynamic":  # its original context is the model's context: longer sequences are refused
         fields["original_max_position"] = hf["max_position_embeddings"]
     elif kind == "yarn":
         fields.setdefault("original_max_position", hf["max_position_embeddings"])
