@@ -202,6 +202,12 @@ class RewardRunnerConfig:
     timeout_s: float = option(10.0, "A sample that takes longer gets the failure score.", above=0.0, unit="s")
     failure_score: float = option(0.0, "The score after an exception, a time-out, NaN or infinity.")
     on_all_failed: str = option("stop", "When every score of a step failed.", choices=("stop", "warn"))
+    memory_bytes: int = option(
+        4 * 2**30,
+        "Address space of each worker: a call that asks for more fails with a MemoryError; 0 is no limit.",
+        low=0,
+        unit="bytes",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +215,15 @@ class MeshConfig:
     """Sizes of the device mesh. One may be -1: whatever the others leave."""
 
     data: int = option(1, "Replicas of everything.", low=-1, unit="devices")
-    fsdp: int = option(-1, "Shards of parameters and optimizer state.", low=-1, unit="devices")
-    tensor: int = option(1, "Shards of each matrix; divides the numbers of heads.", low=-1, unit="devices")
+    fsdp: int = option(
+        -1, "Shards of parameters and optimizer state; divides the model's hidden size.", low=-1, unit="devices"
+    )
+    tensor: int = option(
+        1,
+        "Shards of each matrix; divides the numbers of heads and the model's intermediate size.",
+        low=-1,
+        unit="devices",
+    )
     pipeline: int = option(1, "Stages of layers. Must be 1: pipelines are not supported yet.", low=-1, unit="devices")
 
 
@@ -239,6 +252,11 @@ class EvalConfig:
     max_rows: int = option(0, "Use the first so many rows; 0 is all.", low=0, unit="rows")
     samples_per_prompt: int = option(1, "Completions of each row, for pass@k.", low=1)
     temperature: float = option(0.0, "0 is greedy.", low=0.0)
+    accuracy_reward: str = option(
+        "",
+        "The reward, by its name in rewards, that is 1 or more where an answer is correct: accuracy and pass@k "
+        "count it. Empty means the only reward.",
+    )
     before: bool = option(True, "Evaluate before the first step.")
     after: bool = option(True, "Evaluate after the last step.")
 
@@ -331,7 +349,10 @@ def resolve(config: ConfigDict | dict[str, Any], device_count: int | None = None
         row_tokens=run.training.row_tokens or default_row_tokens(run),
     )
     tokenizer = TokenizerSection(path=run.tokenizer.path or run.model.path)
-    run = dataclasses.replace(run, training=training, tokenizer=tokenizer)
+    evaluation = run.eval
+    if len(run.rewards) == 1:
+        evaluation = dataclasses.replace(evaluation, accuracy_reward=next(iter(run.rewards)))
+    run = dataclasses.replace(run, training=training, tokenizer=tokenizer, eval=evaluation)
     return run if device_count is None else with_mesh(run, device_count)
 
 
@@ -361,16 +382,15 @@ def with_mesh(config: RunConfig, device_count: int) -> RunConfig:
 
 
 def check_against_model(config: RunConfig, model_config: Any, tokenizer: Any) -> None:
-    """Checks what only the model and the tokenizer can tell: context, heads, special ids.
+    """Checks what only the model and the tokenizer can tell: context, sizes over the mesh, special ids.
 
     Args:
       model_config: a ``jaxrl_llm.models.config.ModelConfig``.
       tokenizer: the tokenizer that encodes the prompts.
 
     Raises:
-      UserError: prompt and response don't fit the context, ``mesh.tensor`` doesn't divide the heads, or an
-      end or
-        padding id is missing or outside the vocabulary.
+      UserError: prompt and response don't fit the context, ``mesh.tensor`` or ``mesh.fsdp`` doesn't divide the
+        sizes that it splits, or an end or padding id is missing or outside the vocabulary.
     """
     from jaxrl_llm import validation
 

@@ -40,9 +40,12 @@ def read_config(location: str, overrides: Sequence[tuple[str, str]] = ()) -> Con
     try:
         config = module.get_config(argument) if colon else module.get_config()
     except (AttributeError, KeyError, TypeError) as error:  # what a ConfigDict raises for a misspelt option
-        line = next(
-            frame.lineno for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.filename == path
-        )
+        line = _line_in(path, error)
+        if line is None:  # nothing in the file ran: the call itself does not fit the function
+            raise UserError(
+                f"--config={location}: {error}. FILE.py:ARGUMENT needs get_config(argument), and FILE.py alone "
+                "get_config()."
+            ) from error
         raise UserError(f"{path}, line {line}: {type(error).__name__}: {error}") from error
     if not isinstance(config, ConfigDict):
         raise UserError(f"{path}: get_config() returned a {type(config).__name__}; it must return a ConfigDict.")
@@ -82,6 +85,13 @@ def _run_file(path: str) -> Any:
     except SyntaxError as error:
         raise UserError(f"{path}, line {error.lineno}: not valid Python: {error.msg}.") from error
     return module
+
+
+def _line_in(path: str, error: BaseException) -> int | None:
+    """The innermost line of the file at ``path`` that ``error`` passed through. Frames name it by an absolute path."""
+    file = pathlib.Path(path).resolve()
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    return next((frame.lineno for frame in frames if pathlib.Path(frame.filename).resolve() == file), None)
 
 
 def _algorithm_first(overrides: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:

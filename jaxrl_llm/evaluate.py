@@ -12,13 +12,15 @@ from jaxrl_llm.rollout import EVALUATION_STREAM, Rollout
 from jaxrl_llm.types import Example, Params
 
 
-def evaluate(
-    rollout: Rollout, params: Params, examples: Sequence[Example], config: RunConfig
-) -> dict[str, float]:
-    """Answers each prompt and scores it. A sample is correct when its first reward component is at least 1.
+def evaluate(rollout: Rollout, params: Params, examples: Sequence[Example], config: RunConfig) -> dict[str, float]:
+    """Answers each prompt and scores it. A sample is correct when its ``eval.accuracy_reward`` is at least 1.
 
     With ``eval.temperature`` 0 and one sample a prompt, `eval/accuracy` is the greedy accuracy. With more samples it is
     the mean over all of them, and `eval/pass_at_<k>` is added for k = 1, 2, 4 … up to the number of samples.
+
+    Samples that this reward does not apply to (None, for want of an answer, say) are neither right nor wrong: they are
+    left out, and `eval/unscored_fraction` is their share. pass@k is over the prompts with at least k samples that it
+    applies to. A figure over nothing is left out.
     """
     settings = config.eval
     rollouts = rollout.rollouts(
@@ -28,21 +30,28 @@ def evaluate(
         samples=settings.samples_per_prompt,
         temperature=settings.temperature,
     )
-    first = next(iter(rollouts.components.values())) if rollouts.components else rollouts.rewards
-    correct = np.nan_to_num(first, nan=0.0) >= 1.0
+    scores = rollouts.components[settings.accuracy_reward]
+    scored = ~np.isnan(scores)
+    correct = scores >= 1.0  # False for NaN
     metrics = {
-        "eval/accuracy": float(correct.mean()),
-        "eval/reward/mean": float(np.nanmean(rollouts.rewards)),
+        "eval/unscored_fraction": float(1.0 - scored.mean()),
         "eval/response/length_mean": rollouts.metrics["response/length_mean"],
         "eval/response/truncated_fraction": rollouts.metrics["response/truncated_fraction"],
         "eval/rows": float(len(examples)),
     }
-    samples = settings.samples_per_prompt
-    if samples > 1:
+    if scored.any():
+        metrics["eval/accuracy"] = float(correct[scored].mean())
+    rewarded = ~np.isnan(rollouts.rewards)
+    if rewarded.any():
+        metrics["eval/reward/mean"] = float(rollouts.rewards[rewarded].mean())
+    if settings.samples_per_prompt > 1:
+        counts = np.bincount(rollouts.group[scored], minlength=len(examples))
         right = np.bincount(rollouts.group[correct], minlength=len(examples))
-        for exponent in range(int(math.log2(samples)) + 1):
+        for exponent in range(int(math.log2(settings.samples_per_prompt)) + 1):
             k = 2**exponent
-            metrics[f"eval/pass_at_{k}"] = float(np.mean([pass_at_k(samples, int(c), k) for c in right]))
+            chances = [pass_at_k(int(n), int(c), k) for n, c in zip(counts, right, strict=True) if n >= k]
+            if chances:
+                metrics[f"eval/pass_at_{k}"] = float(np.mean(chances))
     return metrics
 
 

@@ -159,8 +159,6 @@ def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
     Raises:
       UserError: it names the option to set.
     """
-    from jaxrl_llm.algorithms import ALGORITHMS
-
     if options.command == "train" and not config.data.train:
         raise UserError("data.train is empty: set it to the training rows (.jsonl, .parquet, builtin:NAME/SPLIT …).")
     if options.command == "eval" and not config.data.eval:
@@ -169,12 +167,6 @@ def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
         raise UserError("generate needs a prompt: give --prompt TEXT (may be repeated) or --prompts_file FILE.")
     if options.command == "export" and not options.output:
         raise UserError("export needs --output FOLDER.")
-    scored = options.command == "train" and ALGORITHMS[config.algorithm.name].generates
-    if scored and not config.rewards:
-        raise UserError(
-            f"rewards is empty, and {config.algorithm.name} learns from rewards alone: set for example "
-            "config.rewards = {'math': {'function': 'math'}}."
-        )
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxrl_llm.config import MeshConfig, RunConfig, _algorithms
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.options import nearest
 
 Problem = tuple[str, str]
 """(``error`` | ``warning``, message)"""
@@ -37,6 +38,7 @@ def conflicts(config: RunConfig) -> Iterator[Problem]:
     yield from _batch_conflicts(config)
     yield from _rollout_conflicts(config)
     yield from _length_conflicts(config)
+    yield from _reward_conflicts(config)
     if config.mesh.pipeline != 1:
         yield (
             "error",
@@ -120,6 +122,14 @@ def _rollout_conflicts(config: RunConfig) -> Iterator[Problem]:
             "error",
             f"rollout.stop = {rollout.stop!r} holds the empty string, which would end every completion.",
         )
+    from jaxrl_kernels.paged_attention.api import IMPLEMENTATIONS  # not at the top: only a run needs it
+
+    if rollout.attention not in ("auto", *IMPLEMENTATIONS):
+        yield (
+            "error",
+            f"rollout.attention = {rollout.attention!r} is not an implementation of the paged attention."
+            f"{nearest(rollout.attention, ('auto', *IMPLEMENTATIONS))}",
+        )
     filters = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
     if any(filters.values()):
         used = " and ".join(f"rollout.{name} = {getattr(rollout, name)}" for name, on in filters.items() if on)
@@ -151,15 +161,42 @@ def _length_conflicts(config: RunConfig) -> Iterator[Problem]:
             f"{row_tokens} "
             f"tokens ({sum_text}). Raise it, or shorten prompts or responses.",
         )
-    pool = rollout.num_pages * rollout.page_size
-    if rollout.num_pages and pool < longest:
+    pages = math.ceil(longest / rollout.page_size) + 1  # as the decoder's engine counts: a page is kept to copy into
+    if rollout.num_pages and rollout.num_pages < pages:
         yield (
             "error",
-            f"rollout.num_pages × rollout.page_size = {rollout.num_pages} × {rollout.page_size} = {pool} "
-            "tokens can't "
-            f"hold one full sequence: {sum_text}. At least {math.ceil(longest / rollout.page_size)} pages "
-            "are needed.",
+            f"rollout.num_pages = {rollout.num_pages} pages of rollout.page_size = {rollout.page_size} tokens can't "
+            f"hold one full sequence and a page to copy into: {sum_text}. At least {pages} pages are needed, or 0 for "
+            "enough of all slots.",
         )
+
+
+def _reward_conflicts(config: RunConfig) -> Iterator[Problem]:
+    from jaxrl_llm.rewards.calling import bind, find_function  # not at the top: rewards read their options' types
+
+    rewards, name = config.rewards, config.algorithm.name
+    if not rewards and _algorithms()[name].generates:
+        yield ("error", f"rewards is empty, and {name} learns from rewards alone: {_REWARD_EXAMPLE}")
+    elif not rewards and config.data.eval:
+        yield ("error", f"rewards is empty, and data.eval = {config.data.eval!r} is scored by them: {_REWARD_EXAMPLE}")
+    for reward, settings in rewards.items():
+        if settings.function and ":" not in settings.function:  # a user's own function is loaded by its worker
+            try:
+                bind(find_function(settings.function), settings.options)
+            except (LookupError, ValueError) as error:
+                yield ("error", f"rewards.{reward}.function = {settings.function!r}: {error.args[0]}.")
+    counted = config.eval.accuracy_reward
+    if counted and rewards and counted not in rewards:
+        yield ("error", f"eval.accuracy_reward = {counted!r} is not in rewards.{nearest(counted, rewards)}")
+    if config.data.eval and len(rewards) > 1 and not counted:
+        yield (
+            "error",
+            f"There are several rewards ({', '.join(rewards)}), and eval.accuracy_reward is empty: set it to the one "
+            "that is 1 or more where an answer is correct.",
+        )
+
+
+_REWARD_EXAMPLE = "set for example config.rewards = {'math': {'function': 'math'}} (RLTrainer: reward='math')."
 
 
 def fit_mesh(mesh: MeshConfig, device_count: int) -> MeshConfig:
@@ -210,18 +247,32 @@ def model_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Ite
             f"the context of {model_config.max_position} tokens of the model {config.model.path!r}. Lower "
             "one of them.",
         )
-    for name, heads in (("query", model_config.num_heads), ("key/value", model_config.num_kv_heads)):
-        tensor = config.mesh.tensor
-        if tensor > 0 and heads % tensor:
-            allowed = [
-                d for d in range(1, heads + 1) if model_config.num_heads % d == 0 == model_config.num_kv_heads % d
-            ]
+    yield from _split_conflicts(config.mesh, model_config)
+    yield from _special_id_conflicts(config, model_config, tokenizer)
+
+
+def _split_conflicts(mesh: MeshConfig, model_config: Any) -> Iterator[Problem]:
+    """Sizes of the parameters that the mesh can't split evenly (the vocabulary is padded, so it always can)."""
+    split = {
+        "tensor": {
+            "query heads": model_config.num_heads,
+            "key/value heads": model_config.num_kv_heads,
+            "columns of the feed-forward layers (intermediate_size)": model_config.intermediate_size,
+        },
+        "fsdp": {"columns of the embedding (hidden_size)": model_config.hidden_size},
+    }
+    for axis, sizes in split.items():
+        shards = getattr(mesh, axis)
+        uneven = [f"{size} {name}" for name, size in sizes.items() if shards > 0 and size % shards]
+        if uneven:
+            common = math.gcd(*sizes.values())
+            devices = math.prod(size for size in dataclasses.astuple(mesh) if size > 0)
+            allowed = [d for d in range(1, min(common, devices) + 1) if common % d == 0]
             yield (
                 "error",
-                f"mesh.tensor = {tensor} does not divide the {heads} {name} heads of the model. "
-                f"Allowed: {', '.join(map(str, allowed))}.",
+                f"mesh.{axis} = {shards} does not divide the {' and the '.join(uneven)} of the model. "
+                f"Allowed: {', '.join(map(str, allowed))}; mesh.data can take the other devices.",
             )
-    yield from _special_id_conflicts(config, model_config, tokenizer)
 
 
 def _special_id_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Iterator[Problem]:

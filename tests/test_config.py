@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pathlib
+import subprocess
+import sys
 import types
 
 import pytest
@@ -20,9 +22,10 @@ from tests.cases import case
 
 
 def make(**changes) -> ConfigDict:
-    """The defaults with a model, and options by dotted path (dots written as ``__``)."""
+    """The defaults with a model and a reward, and options by dotted path (dots written as ``__``)."""
     config = default_config(changes.pop("algorithm", "grpo"))
     config.model.path = "builtin:tiny_addition"
+    config.rewards = {"exact": {"function": "exact_match"}}
     for name, value in changes.items():
         group = config
         *parents, last = name.split("__")
@@ -154,6 +157,8 @@ def test_an_unknown_algorithm_is_refused_with_the_nearest_name():
 
 # --- options that exclude each other ------------------------------------------------------------------------------
 
+TWO_REWARDS = {"right": {"function": "exact_match"}, "brief": {}}
+
 
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -175,6 +180,14 @@ def test_an_unknown_algorithm_is_refused_with_the_nearest_name():
         ({"training__row_tokens": 700}, ["training.row_tokens = 700", "512 + 256 = 768"]),
         ({"training__micro_batch_tokens": 700}, ["training.micro_batch_tokens = 700", "768"]),
         ({"mesh__pipeline": 2}, ["mesh.pipeline = 2", "set it to 1"]),
+        ({"rollout__attention": "xle"}, ["rollout.attention = 'xle'", "Did you mean 'xla'?", "auto", "reference"]),
+        ({"rollout__num_pages": 48}, ["rollout.num_pages = 48", "512 + 256 = 768", "At least 49 pages"]),
+        ({"rewards": {}}, ["rewards is empty", "grpo learns from rewards alone"]),
+        ({"algorithm": "sft", "rewards": {}, "data__eval": "x.jsonl"}, ["rewards is empty", "data.eval = 'x.jsonl'"]),
+        ({"rewards": {"r": {"function": "mth"}}}, ["rewards.r.function = 'mth'", "exact_match"]),
+        ({"rewards": {"r": {"function": "math", "options": {"mood": 1}}}}, ["rewards.r.function", "mood"]),
+        ({"eval__accuracy_reward": "exat"}, ["eval.accuracy_reward = 'exat'", "Did you mean 'exact'?"]),
+        ({"rewards": TWO_REWARDS, "data__eval": "x.jsonl"}, ["brief, right", "eval.accuracy_reward is empty"]),
     ],
 )
 def test_conflicting_options_are_refused(changes: dict, words: list[str]):
@@ -182,6 +195,63 @@ def test_conflicting_options_are_refused(changes: dict, words: list[str]):
     message = refusal(make(**changes))
     for word in words:
         assert word in message
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout__attention": "reference"},
+        {"rollout__num_pages": 49},
+        {"algorithm": "sft", "rewards": {}},
+        {"rewards": {"reward": {}}},
+        {"rewards": TWO_REWARDS},
+        {"rewards": TWO_REWARDS, "data__eval": "x.jsonl", "eval__accuracy_reward": "right"},
+    ],
+)
+def test_what_can_work_is_not_refused(changes: dict):
+    """Beside the rules above. An entry without a function takes one that is given to the trainer."""
+    resolve(make(**changes))
+
+
+def test_the_only_reward_counts_for_accuracy():
+    assert resolve(make()).eval.accuracy_reward == "exact"
+    assert resolve(make(rewards=TWO_REWARDS)).eval.accuracy_reward == ""
+
+
+def test_the_decoder_needs_as_many_pages_as_the_check_says():
+    """Caught: a page less in the check than in the engine, whose error came after the model was loaded."""
+    from jaxrl_llm.decoding import engine
+
+    def fits(num_pages: int, check) -> bool:
+        try:
+            check(num_pages)
+        except UserError:
+            return False
+        return True
+
+    for prompt in (512, 513):
+        context = prompt + 256
+        for num_pages in range(47, 52):
+            changes = {"data__max_prompt_tokens": prompt, "rollout__num_pages": num_pages}
+            rollout = dataclasses.replace(resolve(make()).rollout, num_pages=num_pages)
+            early = fits(num_pages, lambda _, changes=changes: resolve(make(**changes)))
+            late = fits(num_pages, lambda _, r=rollout, c=context: engine._checked_num_pages(r, c))
+            assert early == late, (prompt, num_pages)
+
+
+def test_checking_touches_no_device():
+    """In a process of its own, where nothing else has. Caught: jax.devices() in a check."""
+    code = (
+        "from jaxrl_llm.config import default_config, resolve\n"
+        "config = default_config('grpo')\n"
+        "config.model.path = 'builtin:tiny_addition'\n"
+        "config.rewards = {'exact': {'function': 'exact_match'}}\n"
+        "resolve(config)\n"
+        "from jax._src import xla_bridge\n"
+        "print(xla_bridge.backends_are_initialized())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert result.stdout.strip() == "False"
 
 
 def test_every_mistake_is_told_at_once():
@@ -246,6 +316,7 @@ def test_the_default_mesh_takes_all_devices():
 
 def model(**changes) -> types.SimpleNamespace:
     values = {"max_position": 1024, "num_heads": 14, "num_kv_heads": 2, "vocab_size": 100}
+    values |= {"hidden_size": 64, "intermediate_size": 96}
     return types.SimpleNamespace(**{**values, "eos_token_ids": (2,), "pad_token_id": 0, **changes})
 
 
@@ -288,6 +359,27 @@ def test_tensor_shards_must_divide_the_heads(tensor: int, heads: int, kv_heads: 
         return
     with pytest.raises(UserError, match=f"mesh.tensor = 4 .*Allowed: {allowed}"):
         configs.check_against_model(config, sizes, Tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "words"),
+    [
+        ({"data": 1, "fsdp": 8}, {"hidden_size": 36}, ["mesh.fsdp = 8", "36 columns", "Allowed: 1, 2, 3, 4, 6;"]),
+        ({"fsdp": 4, "tensor": 2}, {"intermediate_size": 11}, ["mesh.tensor = 2", "11 columns", "Allowed: 1;"]),
+        ({"fsdp": 4, "tensor": 2}, {"hidden_size": 36, "intermediate_size": 18}, []),
+    ],
+)
+def test_the_mesh_must_divide_the_sizes_that_it_splits(mesh: dict, sizes: dict, words: list[str]):
+    """The training layout splits the embedding over fsdp, the feed-forward layers over tensor. Each rule was seen to be
+    needed by deleting it."""
+    config = resolve(make(**{f"mesh__{axis}": size for axis, size in mesh.items()}), 8)
+    if not words:
+        configs.check_against_model(config, model(**sizes), Tokenizer())
+        return
+    with pytest.raises(UserError) as caught:
+        configs.check_against_model(config, model(**sizes), Tokenizer())
+    for word in words:
+        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -458,6 +550,25 @@ def test_a_broken_file_is_named_with_its_line(tmp_path: pathlib.Path, text: str,
     with pytest.raises(UserError) as caught:
         read_config(str(path))
     assert words in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_a_relative_path_is_as_good(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch):
+    """Caught: the path compared as text with that of the frame, which is absolute."""
+    (tmp_path / "broken.py").write_text(FILE.replace("config.model.path", "config.modle.path"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=r"broken\.py, line 6: AttributeError: "):
+        read_config("broken.py")
+
+
+@pytest.mark.parametrize(("parameter", "location"), [("", "run.py:small"), ("name", "run.py")])
+def test_an_argument_that_get_config_does_not_take_is_named(
+    parameter: str, location: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Caught: a line of the file looked for, where none has run (StopIteration)."""
+    (tmp_path / "run.py").write_text(FILE.replace('name="grpo"', parameter))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=rf"--config={location}: .*positional argument"):
+        read_config(location)
 
 
 def test_a_missing_file_is_named():

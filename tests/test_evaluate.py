@@ -1,10 +1,85 @@
-"""pass@k."""
+"""Accuracy and pass@k: which reward they count, and over which samples."""
 
+import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 
-from jaxrl_llm.evaluate import pass_at_k
+from jaxrl_llm import config as configs
+from jaxrl_llm.evaluate import evaluate, pass_at_k
+from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.types import Example, Rollouts
+
+NAN = float("nan")
+EXAMPLES = [Example(f"{row}@0", "a", np.array([5], np.int32), row=row) for row in range(3)]
+
+
+class Scored(Rollout):
+    """Stands in for generating and scoring: three prompts, with these components."""
+
+    def __init__(self, **components: list[float]):
+        self.components = {name: np.array(values, np.float32) for name, values in components.items()}
+
+    def rollouts(self, params, examples, *, step, samples=None, temperature=None, timer=None) -> Rollouts:
+        count = len(examples) * samples
+        return Rollouts(
+            examples=examples,
+            group=np.repeat(np.arange(len(examples), dtype=np.int32), samples),
+            responses=[np.array([6], np.int32)] * count,
+            sampler_logprobs=None,
+            texts=["b"] * count,
+            finish_reasons=["stop"] * count,
+            rewards=next(iter(self.components.values())),
+            components=self.components,
+            metrics={"response/length_mean": 1.0, "response/truncated_fraction": 0.0},
+        )
+
+
+def metrics_of(accuracy_reward: str = "", samples: int = 1, **components: list[float]) -> dict[str, float]:
+    config = configs.default_config("grpo")
+    config.model.path = "builtin:tiny_addition"
+    config.data.eval = "builtin:addition/eval"
+    config.rewards = {name: {} for name in components}
+    config.eval.accuracy_reward = accuracy_reward
+    resolved = configs.resolve(config)
+    settings = dataclasses.replace(resolved.eval, samples_per_prompt=samples)
+    return evaluate(Scored(**components), {}, EXAMPLES, dataclasses.replace(resolved, eval=settings))
+
+
+def test_accuracy_counts_the_reward_that_is_named():
+    """Caught: the first component, which is the first in the alphabet, as a ConfigDict sorts its keys."""
+    brief, right = [1.0, 1.0, 1.0], [1.0, 0.0, 0.5]
+    assert metrics_of("right", brief=brief, right=right)["eval/accuracy"] == pytest.approx(1 / 3)
+    assert metrics_of("brief", brief=brief, right=right)["eval/accuracy"] == 1.0
+    assert metrics_of(right=right)["eval/accuracy"] == pytest.approx(1 / 3)
+
+
+def test_samples_that_the_reward_does_not_apply_to_are_left_out():
+    """Caught: NaN taken for a wrong answer (accuracy 1/3)."""
+    metrics = metrics_of("right", brief=[0.5, 1.5, NAN], right=[1.0, NAN, 0.0])
+    assert metrics["eval/accuracy"] == 0.5
+    assert metrics["eval/unscored_fraction"] == pytest.approx(1 / 3)
+    assert metrics["eval/reward/mean"] == 1.0 and metrics["eval/rows"] == 3.0
+
+
+def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():
+    """Caught: the configured number of samples in place of the scored ones; a prompt of one wrong sample counted as
+    solved in two."""
+    right = [1.0, 0.0, 0.0, 1.0, NAN, 0.0, NAN, NAN, NAN, NAN, NAN, 0.0]
+    metrics = metrics_of(samples=4, right=right)
+    assert metrics["eval/unscored_fraction"] == 0.5 and metrics["eval/accuracy"] == pytest.approx(2 / 6)
+    # Prompts: 2 of 4 right, 0 of 1, 0 of 1.
+    assert metrics["eval/pass_at_1"] == pytest.approx((0.5 + 0 + 0) / 3)
+    assert metrics["eval/pass_at_2"] == pytest.approx(1 - 1 / 6)
+    assert metrics["eval/pass_at_4"] == 1.0
+
+
+def test_figures_over_nothing_are_left_out():
+    """Caught: the mean of an empty selection, a warning and NaN."""
+    metrics = metrics_of(samples=1, right=[NAN] * 3)
+    assert metrics["eval/unscored_fraction"] == 1.0
+    assert not {"eval/accuracy", "eval/reward/mean"} & metrics.keys()
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,7 @@ def test_export_writes_where_it_is_told(file: str):
         (["--config.data.train="], "data.train is empty"),
         (["--config.rewards={}"], "rewards is empty"),
         (["eval", "--config.data.eval="], "data.eval is empty"),
+        (["eval", "--config.algorithm.name=sft", "--config.rewards={}"], "rewards is empty"),
         (["generate"], "generate needs a prompt"),
         (["generate", "--prompts_file", "nowhere.txt"], "no such file"),
         (["export"], "export needs --output"),

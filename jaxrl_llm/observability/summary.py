@@ -8,21 +8,28 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
+from jaxrl_llm.observability.progress import KL_METRICS
+
 Row = Mapping[str, float]
 
 
 def summarize(rows: Sequence[Row], num_steps: int) -> list[tuple[str, str]]:
     """The lines of the summary of a run of ``num_steps`` from its metrics (``read_metrics``): label and text.
 
-    First and last rewards are means over the first and last tenth of the steps, so that one lucky batch is not taken
-    for progress.
+    First and last rewards and KLs are means over the first and last tenth of the steps, so that one lucky batch is not
+    taken for progress.
     """
     lines = [("steps", f"{max((int(row['step']) for row in rows), default=0)} of {num_steps}")]
     rewards, losses = _values(rows, "reward/mean"), _values(rows, "loss/total")
-    for label, values in (("mean reward", rewards), ("loss", [] if rewards else losses)):
-        if values:  # a policy loss says nothing by itself, so a loss is shown only where there is no reward
+    divergences = next((values for name in KL_METRICS if (values := _values(rows, name))), [])
+    for label, values, form in (
+        ("mean reward", rewards, ".3f"),
+        ("loss", [] if rewards else losses, ".3f"),  # a policy loss says nothing by itself
+        ("KL", divergences, ".4f"),
+    ):
+        if values:
             tenth = max(len(values) // 10, 1)
-            lines.append((label, f"{_mean(values[:tenth]):.3f} → {_mean(values[-tenth:]):.3f}"))
+            lines.append((label, f"{_mean(values[:tenth]):{form}} → {_mean(values[-tenth:]):{form}}"))
     for label, name in (("held-out accuracy", "eval/accuracy"), ("held-out reward", "eval/reward/mean")):
         values = _values(rows, name)
         if values:

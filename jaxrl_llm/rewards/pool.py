@@ -31,7 +31,6 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 120.0  # imports of a user's module included
 MAX_BATCH = 32  # samples in one message to a worker
 MAX_MESSAGES = 10  # kinds of failures that are told
-DEFAULT_MEMORY_BYTES = 4 << 30
 
 
 class RewardRunner:
@@ -40,10 +39,9 @@ class RewardRunner:
     Args:
       rewards: by name, what to compute and its weight. A config without ``function`` gives the weight and
         options of the callable of that name in ``extra``.
-      settings: workers, time-out, failure score, and what an all-failed batch does.
+      settings: workers, their time-out and memory, failure score, and what an all-failed batch does.
       extra: callables of this process, by name (weight 1 where ``rewards`` doesn't say); a function defined in a
         notebook works.
-      memory_bytes: address space that a worker may use, 0 for no limit.
 
     Raises:
       UserError: no reward; a function that can't be found, loaded, sent to a worker, or lacks an option.
@@ -55,7 +53,6 @@ class RewardRunner:
         settings: RewardRunnerConfig,
         *,
         extra: Mapping[str, Callable[..., Any]] | None = None,
-        memory_bytes: int = DEFAULT_MEMORY_BYTES,
     ):
         configs = {**{name: RewardConfig() for name in extra or {}}, **rewards}
         if not configs:
@@ -64,7 +61,7 @@ class RewardRunner:
         self.weights = {name: config.weight for name, config in configs.items()}
         setup = {
             "parent": os.getpid(),
-            "memory_bytes": memory_bytes,
+            "memory_bytes": settings.memory_bytes,
             "alarm_s": 2.0 * settings.timeout_s + 5.0,  # only if this process is no longer there to kill
             "sys_path": [entry or str(Path.cwd()) for entry in sys.path],
             "rewards": [
@@ -104,7 +101,7 @@ class RewardRunner:
         """Scores N samples. Takes at most ``timeout_s`` for each call that hangs, divided among the workers.
 
         Raises:
-          RunStopped: every call of a reward failed, or none applied, under ``on_all_failed = 'stop'``.
+          RunStopped: every score of every reward failed, or none applied, under ``on_all_failed = 'stop'``.
           UserError: a row's metadata can't be sent to a worker.
         """
         if not self._close.alive:
@@ -187,7 +184,8 @@ class RewardRunner:
         if not worker.ready:
             raise UserError(
                 f"A reward worker did not start (exit code {code}). Its messages are above; a module that it imports "
-                f"may have failed, needs more than {START_TIMEOUT_S:g} s, or more memory than its limit."
+                f"may have failed, needs more than {START_TIMEOUT_S:g} s, or more memory than the "
+                f"{self._settings.memory_bytes} bytes of reward_runner.memory_bytes."
             )
         if worker.tasks:
             stuck, *rest = worker.tasks
@@ -223,15 +221,10 @@ class RewardRunner:
         text = ""
         applied = ~np.isnan(batch.scores) | batch.failed
         scored = applied & ~batch.failed
-        hopeless = [
-            name
-            for index, name in enumerate(self.weights)
-            if batch.failed[:, index].any() and not scored[:, index].any()
-        ]
-        if hopeless:
+        if result.failures and not scored.any():
             text = (
-                f"Every call of the reward {', '.join(hopeless)} failed in this batch ({result.failures} failures), so "
-                f"nothing can be learned from it. First failures: {'; '.join(result.failure_messages[:3])}."
+                f"Every score of this batch failed ({result.failures} calls of {', '.join(self.weights)}), so nothing "
+                f"can be learned from it. First failures: {'; '.join(result.failure_messages[:3])}."
             )
         elif not applied.any():
             text = (
@@ -240,6 +233,10 @@ class RewardRunner:
             )
         elif result.failures:
             log.warning("%d reward calls failed: %s", result.failures, "; ".join(result.failure_messages[:3]))
+            for index, name in enumerate(self.weights):
+                calls = int(applied[:, index].sum())
+                if calls > 1 and not scored[:, index].any():
+                    log.warning("The reward %s failed on all %d samples that it applied to.", name, calls)
         if text and self._settings.on_all_failed == "stop":
             raise RunStopped(f"{text} Set reward_runner.on_all_failed = 'warn' to go on nevertheless.")
         if text:

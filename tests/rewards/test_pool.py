@@ -52,9 +52,13 @@ def hostile(completion: str) -> float | None:
     return float(len(completion))
 
 
-def runner(function: Callable[..., Any] = hostile, memory_bytes: int = 4 << 30, **settings: Any) -> RewardRunner:
+def len_of_completion(completion: str) -> float:
+    return float(len(completion))
+
+
+def runner(function: Callable[..., Any] = hostile, **settings: Any) -> RewardRunner:
     settings = {"num_workers": 2, "timeout_s": 1.0, "failure_score": -1.0, "on_all_failed": "warn", **settings}
-    return RewardRunner({}, RewardRunnerConfig(**settings), extra={"it": function}, memory_bytes=memory_bytes)
+    return RewardRunner({}, RewardRunnerConfig(**settings), extra={"it": function})
 
 
 def score(pool: RewardRunner, completions: list[str], answers: list[Any] | None = None) -> Any:
@@ -158,11 +162,42 @@ def test_parts_and_metadata():
 def test_a_batch_without_any_score_is_an_alarm():
     """Seen to catch: returning a batch of failure scores as if they were rewards."""
     with runner(on_all_failed="stop") as pool:
-        with pytest.raises(RunStopped, match=r"reward it failed.*ZeroDivisionError"):
+        with pytest.raises(RunStopped, match=r"Every score .*calls of it.*ZeroDivisionError"):
             score(pool, ["raise", "raise", "none"])
         with pytest.raises(RunStopped, match="applied to any"):
             score(pool, ["none", "none"])
         assert score(pool, ["raise", "abc"]).failures == 1
+
+
+def test_one_hopeless_reward_is_a_warning(caplog: pytest.LogCaptureFixture):
+    """Seen to catch: a run stopped since one of its rewards failed on the only sample that it applied to."""
+
+    def rare(completion: str) -> float | None:
+        if completion.startswith("rare"):
+            raise ValueError("as told")
+        return None
+
+    settings = RewardRunnerConfig(num_workers=1, on_all_failed="stop")
+    with RewardRunner({}, settings, extra={"size": len_of_completion, "rare": rare}) as pool:
+        one = score(pool, ["rare", "abc", "ab"])
+        assert "on all" not in caplog.text and "1 reward calls failed" in caplog.text
+        two = score(pool, ["rare", "abc", "rare 2"])
+        assert "The reward rare failed on all 2 samples" in caplog.text
+    np.testing.assert_array_equal(one.total, np.float32([4, 3, 2]))
+    assert (one.failures, two.failures) == (1, 2)
+
+
+@pytest.mark.parametrize(("memory_bytes", "limit"), [(1 << 30, 1 << 30), (0, -1)])
+def test_the_memory_of_a_worker_is_an_option(memory_bytes: int, limit: int):
+    """Seen to catch: the option not given to the workers."""
+
+    def address_space(completion: str) -> float:
+        import resource
+
+        return float(resource.getrlimit(resource.RLIMIT_AS)[0])
+
+    with runner(address_space, memory_bytes=memory_bytes, num_workers=1, failure_score=-5.0) as pool:
+        assert score(pool, ["a"]).total == np.float32(limit)
 
 
 def test_what_cannot_work_is_said_at_the_start():
