@@ -93,7 +93,7 @@ def test_a_window_shorter_than_a_shared_prompt():
 @pytest.mark.parametrize("before", [0, 7], ids=["padding_right", "padding_left"])
 def test_padding_to_a_longer_width_changes_nothing_case_t25(before):
     """Log-probabilities and gradient of a batch in rows of width W and of W + 7. Seen to catch: padding seen by the
-    tokens of its row; a mean over columns; positions taken from columns."""
+    tokens of its row, as a prefix numbered 0."""
     decoder, params = tiny_model()
     params = _randomized(params)
     lengths, width = (9, 6, 4), 9
