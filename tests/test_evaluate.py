@@ -66,12 +66,12 @@ def test_samples_that_the_reward_does_not_apply_to_are_left_out():
 def test_pass_at_k_is_over_the_prompts_with_k_scored_samples():
     """Caught: the configured number of samples in place of the scored ones; a prompt of one wrong sample counted as
     solved in two."""
-    right = [1.0, 0.0, 0.0, 1.0, NAN, 0.0, NAN, NAN, NAN, NAN, NAN, 0.0]
+    right = [1.0, 0.0, 0.0, 1.0, NAN, 0.0, 1.0, 0.0, NAN, NAN, NAN, 0.0]
     metrics = metrics_of(samples=4, right=right)
-    assert metrics["eval/unscored_fraction"] == 0.5 and metrics["eval/accuracy"] == pytest.approx(2 / 6)
-    # Prompts: 2 of 4 right, 0 of 1, 0 of 1.
-    assert metrics["eval/pass_at_1"] == pytest.approx((0.5 + 0 + 0) / 3)
-    assert metrics["eval/pass_at_2"] == pytest.approx(1 - 1 / 6)
+    assert metrics["eval/unscored_fraction"] == pytest.approx(1 / 3) and metrics["eval/accuracy"] == 3 / 8
+    # Prompts: 2 of 4 right, 1 of 3, 0 of 1.
+    assert metrics["eval/pass_at_1"] == pytest.approx((1 / 2 + 1 / 3 + 0) / 3)
+    assert metrics["eval/pass_at_2"] == pytest.approx((5 / 6 + 2 / 3) / 2)
     assert metrics["eval/pass_at_4"] == 1.0
 
 
