@@ -136,8 +136,9 @@ class ModelConfig:
         """Ids that end a response: the model's own, and the tokenizer's, which supervised completions end with and
         which the files of a base model often don't name. ``tokenizer`` may be None."""
         other = None if tokenizer is None else tokenizer.eos_token_id
-        known = other is None or other in self.eos_token_ids
-        return self.eos_token_ids if known else (*self.eos_token_ids, other)
+        if other is None or other in self.eos_token_ids:
+            return self.eos_token_ids
+        return (*self.eos_token_ids, other)
 
     def with_vocab_multiple(self, multiple: int) -> ModelConfig:
         """The same model with its vocabulary arrays padded to a multiple, for example the size of ``tensor``."""
