@@ -68,6 +68,8 @@ class Checkpoints:
         Raises:
           Exception: an earlier background save failed (orbax re-raises it here or in `wait`).
         """
+        if step in self._manager.all_steps():
+            return  # the same step is the same state
         metric = self.config.best_metric
         self._manager.save(
             step,
@@ -96,7 +98,7 @@ class Checkpoints:
                 f"{self.directory}: no complete checkpoint{'' if step is None else f' of step {step}'} there; "
                 f"complete ones: {sorted(self._manager.all_steps()) or 'none'}."
             )
-        abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), template)
+        abstract = jax.tree.map(_abstract, template)
         try:
             restored = self._manager.restore(
                 step,
@@ -110,9 +112,30 @@ class Checkpoints:
             ) from error
         return Restored(step, restored["state"], restored["host"])
 
+    def restore_params(self, role: str, template: Any, step: int | None = None) -> tuple[int, Any]:
+        """Reads only the parameters of one role, into the shapes and shardings of `template`: for using a model
+        without going on with its training.
+
+        Returns:
+          How many steps are done, and the parameters.
+        """
+        step = self.latest_step() if step is None else step
+        item = {role: {"params": jax.tree.map(_abstract, template)}}
+        arguments = ocp.checkpoint_utils.construct_restore_args(item)
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            restored = reader.restore(
+                self.directory / str(step) / "state",
+                args=ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True),
+            )
+        return step, restored[role]["params"]
+
     def wait(self) -> None:
         """Blocks until every started save is complete; raises if one failed."""
         self._manager.wait_until_finished()
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

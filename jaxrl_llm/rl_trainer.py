@@ -86,7 +86,9 @@ class RLTrainer:
           UserError: a prompt is empty or too long.
           RunStopped: the step computed something that is not finite, or decoder and trainer disagree.
         """
-        return self.trainer.step(self.trainer.examples(prompts, answers))
+        metrics, rollouts = self.trainer.step(self.trainer.examples(prompts, answers))
+        self.trainer.log.write(self.trainer.step_index, metrics, rollouts)
+        return metrics, rollouts
 
     def generate(self, prompts: Sequence[Any]) -> list[list[str]]:
         """`rollout.samples_per_prompt` completions of each prompt under the current parameters."""

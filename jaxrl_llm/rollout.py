@@ -31,7 +31,7 @@ class Rollout:
     """Completions and rewards for prompts.
 
     Args:
-      rewards: Python functions by reward name, in place of the `function` of ``config.rewards``.
+      make_scorer: starts the reward workers.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Rollout:
         mesh: Mesh,
         dtype: Any,
         tokenizer: Any,
-        rewards: dict[str, Callable[..., Any]] | None = None,
+        make_scorer: Callable[[], RewardRunner],
     ):
         self.config, self.decoder, self.mesh, self.dtype, self.tokenizer = (
             config,
@@ -50,7 +50,7 @@ class Rollout:
             dtype,
             tokenizer,
         )
-        self._reward_functions = rewards
+        self._make_scorer = make_scorer
 
     @functools.cached_property
     def hybrid_engine(self) -> HybridEngine:
@@ -64,7 +64,7 @@ class Rollout:
 
     @functools.cached_property
     def reward_runner(self) -> RewardRunner:
-        return RewardRunner(self.config.rewards, self.config.reward_runner, extra=self._reward_functions)
+        return self._make_scorer()
 
     def complete(
         self,

@@ -77,9 +77,7 @@ class Layout:
 
 TRAINING = Layout(
     "training",
-    MappingProxyType(
-        {"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}
-    ),
+    MappingProxyType({"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}),
 )
 GENERATION = Layout(
     "generation",

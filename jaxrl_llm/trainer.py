@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib.metadata
 import logging
+import math
 import pathlib
 import signal
 import threading
@@ -39,13 +41,18 @@ from jaxrl_llm.models.loading import init_model, load_config, load_model
 from jaxrl_llm.models.registry import config_from_hf
 from jaxrl_llm.observability.run_log import RunLog
 from jaxrl_llm.observability.timing import PhaseTimer
+from jaxrl_llm.rewards.pool import RewardRunner
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.sharding import TRAINING, batch_shards, make_mesh
-from jaxrl_llm.types import Example, Rollouts
+from jaxrl_llm.types import Example, Params, Rollouts
 from jaxrl_llm.update import Forward, RoleState
 from jaxrl_llm.workdir import Workdir
 
 logger = logging.getLogger(__name__)
+
+VOCABULARY_MULTIPLE = 8
+"""The vocabulary's rows are padded to a multiple of it on any mesh, so that a checkpoint of one tensor size (up to 8)
+fits another. Padded rows have probability 0 and are not exported."""
 
 
 class Trainer:
@@ -73,11 +80,12 @@ class Trainer:
     ):
         self.mesh = make_mesh(config.mesh, devices)
         self.config = config = configs.with_mesh(config, self.mesh.size)
+        self.read_only = read_only
         self.algorithm = ALGORITHMS[config.algorithm.name]
         self.options = config.algorithm.options
 
         self.tokenizer = load_tokenizer(config.tokenizer.path) if tokenizer is None else tokenizer
-        self.data = self._open_data() if config.data.train else None
+        self.data = self._open_data() if config.data.train and not read_only else None
         self.eval_examples = self._read_eval_examples() if config.data.eval else []
         self.total_steps = (
             configs.step_counts(config, self.data.num_rows).total_steps if self.data else config.num_steps
@@ -89,6 +97,9 @@ class Trainer:
         configs.check_against_model(config, shape, self.tokenizer)
         # Every check that needs no weights has passed: only now is the folder taken and memory used.
         self.workdir = None if workdir is None or read_only else Workdir(workdir, config)
+        self._scorer = functools.partial(RewardRunner, config.rewards, config.reward_runner, extra=rewards)
+        if self.algorithm.generates and not read_only:
+            self._scorer().close()  # a reward that can't be found or started is an error now, not after a rollout
         self.decoder, params = self._load_model()
         logger.info("%s: %d parameters", model.path or "from scratch", parameter_overview.count_parameters(params))
         logger.debug(parameter_overview.get_parameter_overview(params))
@@ -96,14 +107,7 @@ class Trainer:
 
         updates = _updates_per_step(config) * self.total_steps
         self.optimizer = optimizer.make_optimizer(config.optimizer, updates)
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-        policy, policy_shardings = update.init_role(params, self.optimizer, shardings, self.mesh)
-        self.roles: dict[str, RoleState] = {"policy": policy}
-        if "reference" in self.algorithm.roles(self.options):
-            # A copy of its own: the policy's buffers are donated by the first update.
-            self.roles["reference"] = RoleState(
-                jax.tree.map(lambda leaf: jnp.array(leaf, self.dtype, copy=True), params)
-            )
+        self.roles, shardings = self._make_roles(params, read_only)
         self.memory = self.algorithm.init(self.options)
         self.step_index = 0
 
@@ -123,11 +127,11 @@ class Trainer:
             self.options,
             self.optimizer,
             config.optimizer.clip_norm,
-            policy_shardings,
+            shardings,
             self.mesh,
         )
         self._logprobs = update.make_logprobs(forward, self.mesh)
-        self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, rewards)
+        self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, self._scorer)
         self.checkpoints = None
         if workdir is not None and (not read_only or pathlib.Path(workdir, "checkpoints").is_dir()):
             self.checkpoints = Checkpoints(pathlib.Path(workdir), config.checkpoint, read_only=read_only)
@@ -184,7 +188,7 @@ class Trainer:
         """One step on any number of prompts: generate, score, learn.
 
         Returns:
-          The step's metrics (names in the README) and the scored rollouts.
+          The step's metrics by name and the scored rollouts.
 
         Raises:
           RunStopped: see `_check`.
@@ -198,14 +202,13 @@ class Trainer:
         self.step_index += 1
         metrics = {**rollouts.metrics, **sequences.metrics, **learned, **self.log.machine_metrics()}
         metrics |= timer.metrics()
-        trained = sum(len(ids) for ids, mask in zip(sequences.tokens, sequences.loss_mask, strict=True) if mask.any())
-        metrics["perf/train_tokens_per_s"] = trained * self.config.training.epochs / max(metrics["time/update_s"], 1e-9)
         self._check(metrics, rollouts)
         return metrics, rollouts
 
     def _learn(self, sequences: Sequences, timer: PhaseTimer) -> dict[str, float]:
         """Every optimizer update of a step; metrics are means over the updates, maxima stay maxima."""
         found: list[dict[str, float]] = []
+        tokens = 0
         batches = packing.mini_batches(sequences, self.config.training.mini_batch_size)
         for _ in range(self.config.training.epochs):
             for members in batches:
@@ -213,6 +216,7 @@ class Trainer:
                 with timer("pack"):
                     batch, _ = self._pack(part)
                     rows = update.put_rows(batch, self.mesh)
+                    tokens += int((batch.rows.segment_ids > 0).sum())
                 with timer("update"):
                     self.roles["policy"], metrics = self._update(
                         self.roles["policy"],
@@ -222,9 +226,9 @@ class Trainer:
                         old_is_actor=sequences.old_logprobs is None,
                     )
                     found.append({name: float(value) for name, value in jax.device_get(metrics).items()})
-        return {
-            name: (max if name.endswith("_max") else _mean)([metrics[name] for metrics in found]) for name in found[0]
-        }
+        metrics = {name: (max if name.endswith("_max") else _mean)([one[name] for one in found]) for name in found[0]}
+        metrics["perf/train_tokens_per_s"] = tokens / max(timer.seconds["update"], 1e-9)
+        return metrics
 
     def _pack(self, sequences: Sequences) -> tuple[Any, packing.Placement]:
         """One shape for every batch of at most `mini_batch_size` prompts, larger ones rounded up to powers of two."""
@@ -264,8 +268,16 @@ class Trainer:
         return evaluate.evaluate(self.rollout, self.roles["policy"].params, self.eval_examples, self.config)
 
     def _evaluate(self, metrics: dict[str, float]) -> None:
-        if self.eval_examples:
+        """Adds the evaluation's metrics; if it fails, what was learned so far is saved before the error goes on."""
+        if not self.eval_examples:
+            return
+        done = False
+        try:
             metrics |= self.evaluate()
+            done = True
+        finally:
+            if not done and self.step_index:
+                self.save(metrics)
 
     def generate(self, prompts: Sequence[str]) -> list[list[str]]:
         """`rollout.samples_per_prompt` completions of each prompt as text, by the rollout's sampling options."""
@@ -342,6 +354,11 @@ class Trainer:
         """
         if self.checkpoints is None or self.checkpoints.latest_step() is None:
             return False
+        if self.read_only:
+            params = self.roles["policy"].params
+            self.step_index, params = self.checkpoints.restore_params("policy", params, step)
+            self.roles = {"policy": RoleState(params)}
+            return True
         restored = self.checkpoints.restore(self.roles, step)
         self.roles, self.memory, self.step_index = restored.state, restored.host["memory"], restored.step
         if self.data is not None and restored.host["data"] is not None:
@@ -351,23 +368,37 @@ class Trainer:
 
     def close(self) -> None:
         """Waits for background saves and ends the reward workers."""
-        if self.checkpoints is not None:
-            self.checkpoints.wait()
-            self.checkpoints.close()
-        self.rollout.close()
-        self.log.close()
-        if self.workdir is not None:
-            self.workdir.close()
+        with contextlib.ExitStack() as stack:  # each is closed whatever happens to the others
+            if self.workdir is not None:
+                stack.callback(self.workdir.close)
+            stack.callback(self.log.close)
+            stack.callback(self.rollout.close)
+            if self.checkpoints is not None:
+                stack.callback(self.checkpoints.close)
+                self.checkpoints.wait()
 
     # --- setting up -------------------------------------------------------------------------------------------
 
     def _load_model(self) -> tuple[Any, Any]:
         """The decoder and its float32 master parameters in the training layout."""
-        model, multiple = self.config.model, self.mesh.shape["tensor"]
+        model, multiple = self.config.model, math.lcm(VOCABULARY_MULTIPLE, self.mesh.shape["tensor"])
         if model.architecture:
             key = jax.random.key(self.config.seed)
             return init_model(model.architecture, key, mesh=self.mesh, layout=TRAINING, vocab_multiple=multiple)
         return load_model(model.path, mesh=self.mesh, layout=TRAINING, dtype=jnp.float32, vocab_multiple=multiple)
+
+    def _make_roles(self, params: Params, read_only: bool) -> tuple[dict[str, RoleState], RoleState]:
+        """The roles that the run needs, and the shardings of the policy's."""
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+        if read_only:  # nothing will be trained: no optimizer state, no reference
+            return {"policy": RoleState(params)}, RoleState(shardings)
+        policy, policy_shardings = update.init_role(params, self.optimizer, shardings, self.mesh)
+        roles = {"policy": policy}
+        if "reference" in self.algorithm.roles(self.options):
+            # A copy of its own: the policy's buffers are donated by the first update.
+            copy = jax.tree.map(lambda leaf: jnp.array(leaf, self.dtype, copy=True), params)
+            roles["reference"] = RoleState(copy)
+        return roles, policy_shardings
 
     def _open_data(self) -> PromptData:
         """The training rows; every process holds the global batch, and the engine gives each replica its part."""
@@ -418,8 +449,8 @@ class Trainer:
         bad = [name for name in ("loss/total", "policy/grad_norm") if not np.isfinite(metrics.get(name, 0.0))]
         if bad:
             return (
-                f"{bad[0]} is {metrics[bad[0]]}. The update was not applied and nothing of it "
-                "was saved; the last checkpoint is good. Look at the rewards of this step (samples.jsonl), "
+                f"{bad[0]} is {metrics[bad[0]]}. Nothing of this step was saved; "
+                "the last checkpoint is good. Look at the rewards of this step (samples.jsonl), "
                 "at optimizer.learning_rate and optimizer.clip_norm, and in bfloat16 at dtype='float32'."
             )
         bounds = self.config.checks.bounds(str(np.dtype(self.dtype)))

@@ -134,7 +134,7 @@ class Rows:
 
     Attributes:
       segment_ids: int32; 0 is padding, sequences of a row count from 1.
-      positions: int32; restart at 0 with each sequence.
+      positions: int32; restart at 0 with each sequence, and go on from `prefix_ids`' segment where there is one.
       prefix_ids: int32; the segment that this token's segment continues (a prompt that several completions of
         the row share), which it sees as well and whose positions it goes on from; 0 for none.
       predictors: int32; the column whose hidden state predicts this token: the one before it, or the last of

@@ -38,6 +38,17 @@ def test_values_and_dtypes_come_back_as_saved(checkpoints):
     assert jax.tree.map(lambda leaf: leaf.dtype, restored.state) == jax.tree.map(lambda leaf: leaf.dtype, state)
 
 
+def test_parameters_alone_can_be_read(checkpoints):
+    """Caught: a model that can only be used together with its optimizer state."""
+    state = make_state(0.1)
+    checkpoints.save(3, state, {}, {})
+    checkpoints.save(3, make_state(0.5), {}, {})  # the same step again is the same state: nothing to do
+    checkpoints.wait()
+    step, params = checkpoints.restore_params("policy", {"w": jnp.zeros((4, 2))})
+    assert step == 3
+    np.testing.assert_array_equal(params["w"], state["policy"].params["w"])
+
+
 def test_donated_buffers_do_not_reach_a_save_in_progress(checkpoints):
     """C09. Caught: an asynchronous save that reads buffers after the next step has overwritten them."""
     state = {"policy": RoleState({"w": jnp.zeros(2_000_000)})}

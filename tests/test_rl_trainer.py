@@ -6,11 +6,17 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm.errors import UserError
 
-OPTIONS = {"rollout.samples_per_prompt": 4, "rollout.num_slots": 8, "data.max_prompt_tokens": 8, "mesh.fsdp": 8}
+OPTIONS = {
+    "rollout.samples_per_prompt": 4,
+    "rollout.num_slots": 8,
+    "data.max_prompt_tokens": 8,
+    "optimizer.learning_rate": 3e-4,
+}
 
 
 def test_step_takes_any_number_of_prompts_and_a_local_function():
-    """Caught: a step that drops prompts beyond train_batch_size; a reward that must be importable."""
+    """Caught: a step that drops prompts beyond train_batch_size; a reward that must be importable; the second update of
+    a step that takes the policy after the first one as the one that sampled (the run would stop itself)."""
     seen = 0.5
 
     def reward(prompt, completion, answer):  # a closure, as in a notebook cell

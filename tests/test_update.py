@@ -145,7 +145,7 @@ def test_split_and_packing_do_not_change_the_update(split):
 @pytest.mark.parametrize("mesh_shape", [(2, 2, 2, 1), (8, 1, 1, 1), (1, 4, 2, 1)], ids=str)
 def test_mesh_does_not_change_the_update(mesh_shape):
     """Caught: a denominator that counts one device's rows."""
-    assert_same_step(*one_sgd_step(mesh_shape, micro_batch_tokens=32))
+    assert_same_step(*one_sgd_step(mesh_shape, row_tokens=40, micro_batch_tokens=40, share_prompts=True))
 
 
 def test_remat_does_not_change_the_update():

@@ -58,10 +58,9 @@ def collect(context: Context, examples: Sequence[Example]) -> Rollouts:
     return context.rollouts(examples)
 
 
-def single_update(options: GRPOOptions, config: RunConfig) -> bool:
-    """Whether each rollout is used for exactly one optimizer update, so that old and current policy agree."""
-    mini = config.training.mini_batch_size or config.train_batch_size
-    return options.on_policy and config.training.epochs == 1 and mini >= config.train_batch_size
+def single_update(options: GRPOOptions, config: RunConfig, num_prompts: int) -> bool:
+    """Whether these rollouts are used for exactly one optimizer update, so that old and current policy agree."""
+    return options.on_policy and config.training.epochs == 1 and num_prompts <= config.training.mini_batch_size
 
 
 def overlong_penalty(length: np.ndarray, max_tokens: int, buffer_tokens: int, factor: float) -> np.ndarray:
@@ -92,7 +91,7 @@ def prepare(context: Context, rollouts: Rollouts) -> Sequences:
         sampled.append(np.where(mask, logprobs, 0).astype(np.float32))
     sequences = Sequences(tokens, masks, rollouts.group.astype(np.int32), sampler_logprobs=sampled)
 
-    on_policy = single_update(options, config)
+    on_policy = single_update(options, config, len(rollouts.examples))
     kl_in_reward = options.kl_coef > 0 and options.kl_in == "reward"
     if not on_policy or kl_in_reward:
         sequences.old_logprobs = context.logprobs("policy", sequences)
@@ -108,20 +107,15 @@ def prepare(context: Context, rollouts: Rollouts) -> Sequences:
         shaped, kl_sum, count = [], 0.0, 0
         for n in range(len(rollouts)):
             old, reference = sequences.old_logprobs[n], sequences.ref_logprobs[n]
-            kl = np.asarray(
-                policy_loss.kl_penalty(jnp.asarray(old), jnp.asarray(reference), options.kl_estimator)
-            )
+            kl = policy_loss.kl_penalty(old, reference, options.kl_estimator)
             shaped.append(kl_shaped_rewards(float(rewards[n]), kl, masks[n], options.kl_coef).sum())
             kl_sum, count = kl_sum + float(kl[masks[n]].sum()), count + int(masks[n].sum())
         rewards = np.where(scored, np.array(shaped, np.float32), np.nan).astype(np.float32)
         sequences.metrics["kl/mean"] = kl_sum / max(count, 1)
 
-    per_sample = group_advantages(
-        rewards, rollouts.group, normalize_std=options.advantage_normalization == "std"
-    )
+    per_sample = group_advantages(rewards, rollouts.group, normalize_std=options.advantage_normalization == "std")
     sequences.advantages = [
-        np.where(mask, advantage, 0).astype(np.float32)
-        for mask, advantage in zip(masks, per_sample, strict=True)
+        np.where(mask, advantage, 0).astype(np.float32) for mask, advantage in zip(masks, per_sample, strict=True)
     ]
     sequences.metrics["advantage/zero_fraction"] = float((per_sample == 0).mean()) if len(per_sample) else 0.0
     if on_policy:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
+
+Values = TypeVar("Values", np.ndarray, Array)
 
 LOG_RATIO_LIMIT = 20.0
 """Log-ratios are clamped to ±20 before `exp`: beyond it the gradient is zero instead of inf or NaN."""
@@ -49,19 +54,18 @@ def clip_fractions(
     return (advantages > 0) & (ratio > 1 + clip_high), (advantages < 0) & (ratio < 1 - clip_low)
 
 
-def kl_penalty(
-    logprobs: Float[Array, "*b T"], ref_logprobs: Float[Array, "*b T"], estimator: str
-) -> Float[Array, "*b T"]:
-    """Estimate of KL(policy || reference) at each sampled token.
+def kl_penalty(logprobs: Values, ref_logprobs: Values, estimator: str) -> Values:
+    """Estimate of KL(policy || reference) at each sampled token; on the host (numpy) or inside a jit.
 
     With ``d = logprobs - ref_logprobs``: k1 ``= d``, k2 ``= d²/2``, k3 ``= exp(-d) - 1 + d``
     (Schulman, "Approximating KL divergence", 2020). d is clamped to ±20 and k3 to ±10.
     """
-    difference = jnp.clip(logprobs - ref_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    module = np if isinstance(logprobs, np.ndarray) else jnp
+    difference = module.clip(logprobs - ref_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
         return difference
     if estimator == "k2":
-        return 0.5 * jnp.square(difference)
+        return 0.5 * module.square(difference)
     if estimator == "k3":
-        return jnp.clip(jnp.exp(-difference) - 1 + difference, -KL3_LIMIT, KL3_LIMIT)
+        return module.clip(module.exp(-difference) - 1 + difference, -KL3_LIMIT, KL3_LIMIT)
     raise ValueError(f"kl_estimator is {estimator!r}; it is one of {', '.join(KL_ESTIMATORS)}")

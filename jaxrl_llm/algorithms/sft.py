@@ -33,8 +33,7 @@ def collect(context: Context, examples: Sequence[Example]) -> Rollouts:
         if example.response_ids is None:
             raise UserError(
                 f"data.train={context.config.data.train!r}: row {example.row} has no completion to learn from. "
-                "sft reads the columns prompt and completion (or prompt and answer with data.answer_is_completion, "
-                "or messages that end with the assistant's)."
+                "sft reads the columns prompt and completion, or messages that end with the assistant's."
             )
     responses = [example.response_ids for example in examples if example.response_ids is not None]
     return Rollouts(

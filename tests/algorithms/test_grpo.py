@@ -35,6 +35,7 @@ class FakeContext:
 def make_config(**algorithm):
     config = configs.default_config("grpo").to_dict()
     config["model"]["path"] = "builtin:tiny_addition"
+    config["rewards"] = {"exact": {"function": "exact_match"}}
     config["train_batch_size"] = 2
     config["rollout"].update(samples_per_prompt=2, max_new_tokens=4)
     config["algorithm"].update(algorithm)
@@ -136,6 +137,7 @@ def test_options_that_cannot_work_are_refused(changes, message):
     """G01, G07. Each message names the option."""
     config = configs.default_config("grpo").to_dict()
     config["model"]["path"] = "builtin:tiny_addition"
+    config["rewards"] = {"exact": {"function": "exact_match"}}
     for section, values in changes.items():
         config[section].update(values)
     with pytest.raises(UserError, match=message):
