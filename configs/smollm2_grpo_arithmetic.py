@@ -19,7 +19,7 @@ def get_config():
     config.data.max_prompt_tokens = 48
     config.rewards = {"math": {"function": "math"}}
 
-    config.num_steps = 100
+    config.num_steps = 60
     config.train_batch_size = 8
     config.training.micro_batch_tokens = 1152
     config.rollout.samples_per_prompt = 8
@@ -27,7 +27,7 @@ def get_config():
     config.rollout.num_slots = 64
     config.rollout.tokens_per_dispatch = 12
     config.optimizer.learning_rate = 2e-5
-    config.eval.every_steps = 25
-    config.checkpoint.every_steps = 50
+    config.eval.every_steps = 20
+    config.checkpoint.every_steps = 30
     config.checkpoint.keep = 1
     return config

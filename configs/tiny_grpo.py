@@ -3,8 +3,8 @@
     python -m jaxrl_llm.main --config configs/tiny_grpo.py
 
 The model (made by `configs/tiny_sft.py`) adds two numbers of 0-99 and forgets every carry. A reward of 1 for the exact
-answer is all it gets here. Greedy accuracy on 256 held-out pairs, of which it saw neither order, rises from about
-0.3 to above 0.9 in under 3 minutes on 2 CPU cores.
+answer is all it gets here. Greedy accuracy on the 505 held-out sums (256 pairs of numbers, in both orders) rises from
+0.33 to above 0.9 in under 3 minutes on 2 CPU cores.
 """
 
 from jaxrl_llm.config import default_config

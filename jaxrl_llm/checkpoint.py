@@ -7,8 +7,10 @@ versions). Randomness needs no state: it follows from (seed, step, prompt, sampl
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -92,24 +94,12 @@ class Checkpoints:
         Raises:
           UserError: there is no such checkpoint, or it does not fit the template.
         """
-        step = self.latest_step() if step is None else step
-        if step is None or step not in self._manager.all_steps():
-            raise UserError(
-                f"{self.directory}: no complete checkpoint{'' if step is None else f' of step {step}'} there; "
-                f"complete ones: {sorted(self._manager.all_steps()) or 'none'}."
-            )
+        step = self._complete(step)
         abstract = jax.tree.map(_abstract, template)
-        try:
+        with self._explained(step):
             restored = self._manager.restore(
-                step,
-                args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore()),
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore())
             )
-        except (ValueError, KeyError, FileNotFoundError) as error:
-            raise UserError(
-                f"{self.directory / str(step)}: this checkpoint does not fit the run (another model, algorithm or "
-                f"optimizer, or a damaged file): {str(error).splitlines()[0]} Use another --workdir, or the "
-                "configuration saved there (config.json)."
-            ) from error
         return Restored(step, restored["state"], restored["host"])
 
     def restore_params(self, role: str, template: Any, step: int | None = None) -> tuple[int, Any]:
@@ -118,16 +108,41 @@ class Checkpoints:
 
         Returns:
           How many steps are done, and the parameters.
+
+        Raises:
+          UserError: see `restore`.
         """
-        step = self.latest_step() if step is None else step
+        step = self._complete(step)
         item = {role: {"params": jax.tree.map(_abstract, template)}}
         arguments = ocp.checkpoint_utils.construct_restore_args(item)
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        with self._explained(step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             restored = reader.restore(
                 self.directory / str(step) / "state",
                 args=ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True),
             )
         return step, restored[role]["params"]
+
+    def _complete(self, step: int | None) -> int:
+        """`step`, or the newest, if it is a complete checkpoint."""
+        complete = sorted(self._manager.all_steps())
+        wanted = self.latest_step() if step is None else step
+        if wanted is None or wanted not in complete:
+            raise UserError(
+                f"{self.directory}: no complete checkpoint{'' if step is None else f' of step {step}'} there; "
+                f"complete ones: {complete or 'none'}."
+            )
+        return wanted
+
+    @contextlib.contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, KeyError, FileNotFoundError) as error:
+            raise UserError(
+                f"{self.directory / str(step)}: this checkpoint does not fit the run (another model, algorithm or "
+                f"optimizer, or a damaged file): {str(error).partition(chr(10))[0]} Use another --workdir, or the "
+                "configuration saved there (config.json)."
+            ) from error
 
     def wait(self) -> None:
         """Blocks until every started save is complete; raises if one failed."""

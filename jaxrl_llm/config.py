@@ -178,7 +178,7 @@ class OptimizerConfig:
     b1: float = option(0.9, "Decay of the gradient's average.", low=0.0, below=1.0)
     b2: float = option(0.999, "Decay of the squared gradient's average.", low=0.0, below=1.0)
     eps: float = option(1e-8, "Added to the denominator.", above=0.0)
-    weight_decay: float = option(0.01, "Decoupled, of matrices only.", low=0.0)
+    weight_decay: float = option(0.01, "Decoupled, of every parameter, as in verl.", low=0.0)
     warmup_steps: int = option(0, "Updates in which the learning rate rises from 0.", low=0, unit="updates")
     schedule: str = option("constant", "After the warm-up.", choices=("constant", "cosine", "linear"))
     final_fraction: float = option(0.1, "Of the learning rate, at the end of cosine and linear.", low=0.0, high=1.0)
@@ -329,11 +329,14 @@ def default_config(algorithm: str = "grpo") -> ConfigDict:
     return ml_collections.ConfigDict(values, type_safe=False)
 
 
-def resolve(config: ConfigDict | dict[str, Any], device_count: int | None = None) -> RunConfig:
+def resolve(
+    config: ConfigDict | dict[str, Any], device_count: int | None = None, *, training: bool = True
+) -> RunConfig:
     """Validates a configuration and fills in every derived value. Touches no device and no file.
 
     Args:
       device_count: how many devices the mesh must cover; None leaves a -1 of the mesh for ``with_mesh``.
+      training: False for using a model only: leaves out the checks of what is learned from.
 
     Raises:
       UserError: one paragraph per mistake: unknown keys, wrong types, ranges, options that exclude each
@@ -342,7 +345,7 @@ def resolve(config: ConfigDict | dict[str, Any], device_count: int | None = None
     from jaxrl_llm import validation
 
     run = options.build(RunConfig, config if isinstance(config, dict) else config.to_dict())
-    validation.refuse_or_warn(validation.conflicts(run))
+    validation.refuse_or_warn(validation.conflicts(run, training))
     training = dataclasses.replace(
         run.training,
         mini_batch_size=run.training.mini_batch_size or run.train_batch_size,

@@ -83,7 +83,7 @@ def run(arguments: Sequence[str]) -> None:
 
     from jaxrl_llm.config import resolve
 
-    config = resolve(read_config(options.config, overrides))
+    config = resolve(read_config(options.config, overrides), training=options.command == "train")
     require_inputs(config, options)
 
     from jaxrl_llm.compilation_cache import enable_compilation_cache

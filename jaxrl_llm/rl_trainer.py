@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.loading import load_config
 from jaxrl_llm.trainer import Trainer
 from jaxrl_llm.types import Rollouts
@@ -29,7 +30,7 @@ class RLTrainer:
       reward: ``f(prompt, completion, answer, **metadata) -> float`` per sample, TRL's batched form
         ``f(prompts, completions, **columns) -> list``, a dict of such functions by name (summed),
         or a name of a built-in one. It runs in worker processes, which bounds its time; what it prints or changes
-        stays there.
+        stays there. Needed by every algorithm that generates.
       train_batch_size: prompts of one optimizer update; a call of `step` may have any number of prompts.
       rollout_len: longest completion, in tokens.
       workdir: folder for checkpoints and metrics; None keeps nothing.
@@ -57,6 +58,11 @@ class RLTrainer:
         config.train_batch_size = train_batch_size
         config.rollout.max_new_tokens = rollout_len
         context = load_config(model).max_position
+        if not 1 <= rollout_len < context:
+            raise UserError(
+                f"rollout_len={rollout_len}: a completion and at least one prompt token must fit the context of "
+                f"{model!r}, {context} tokens. Give 1 to {context - 1}."
+            )
         config.data.max_prompt_tokens = max(1, min(DEFAULT_PROMPT_TOKENS, context - rollout_len))
         config.num_steps = 1_000_000  # steps come from the caller; a constant schedule does not look at it
         functions: dict[str, Callable[..., Any]] = {}

@@ -31,21 +31,27 @@ def refuse_or_warn(problems: Iterable[Problem]) -> None:
         raise UserError("\n\n".join(errors))
 
 
-def conflicts(config: RunConfig) -> Iterator[Problem]:
+def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
     """Options of ``config`` that exclude each other or can't be meant, judged without model, data or
-    devices."""
+    devices.
+
+    Args:
+      training: False leaves out what only matters for learning: a model may be sampled greedily, once a prompt and
+        without a reward.
+    """
     yield from _model_conflicts(config)
     yield from _batch_conflicts(config)
     yield from _rollout_conflicts(config)
     yield from _length_conflicts(config)
-    yield from _reward_conflicts(config)
     if config.mesh.pipeline != 1:
         yield (
             "error",
             f"mesh.pipeline = {config.mesh.pipeline}: pipelines are not supported yet; set it to 1.",
         )
-    validate = _algorithms()[config.algorithm.name].validate
-    yield from validate(config.algorithm.options, config)
+    if training:
+        yield from _reward_conflicts(config)
+        validate = _algorithms()[config.algorithm.name].validate
+        yield from validate(config.algorithm.options, config)
 
 
 def _model_conflicts(config: RunConfig) -> Iterator[Problem]:

@@ -41,5 +41,9 @@ def test_step_takes_any_number_of_prompts_and_a_local_function():
 
 
 def test_wrong_options_are_refused_before_anything_runs():
+    with pytest.raises(UserError, match="rollout_len=64"):
+        jaxrl_llm.RLTrainer(model="builtin:tiny_addition", reward="exact_match", rollout_len=64)
     with pytest.raises(UserError, match=r"optimizer\.learning_rate"):
-        jaxrl_llm.RLTrainer(model="builtin:tiny_addition", reward="exact_match", options={"optimizer.learning_rte": 1})
+        jaxrl_llm.RLTrainer(
+            model="builtin:tiny_addition", reward="exact_match", rollout_len=8, options={"optimizer.learning_rte": 1}
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +60,7 @@ def kl_penalty(logprobs: Values, ref_logprobs: Values, estimator: str) -> Values
     With ``d = logprobs - ref_logprobs``: k1 ``= d``, k2 ``= d²/2``, k3 ``= exp(-d) - 1 + d``
     (Schulman, "Approximating KL divergence", 2020). d is clamped to ±20 and k3 to ±10.
     """
-    module = np if isinstance(logprobs, np.ndarray) else jnp
+    module: Any = np if isinstance(logprobs, np.ndarray) else jnp
     difference = module.clip(logprobs - ref_logprobs, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     if estimator == "k1":
         return difference

@@ -23,4 +23,5 @@ def show_logs(level: str) -> None:
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.getLogger("jaxrl_llm").setLevel(level.upper())
-    logging.getLogger("absl").setLevel(logging.WARNING)  # orbax logs each file it moves, at a level of its own
+    # orbax logs through absl: each file it moves, and as a warning that a reader was asked to read only.
+    logging.getLogger("absl").setLevel(logging.WARNING if level == "debug" else logging.ERROR)

@@ -68,7 +68,9 @@ class Progress:
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or step == self._num_steps:
             self._last_line = now
-            self._console.print(f"step {step}/{self._num_steps}  {text}  {self._left(step, now)}", highlight=False)
+            self._console.print(
+                f"step {step}/{self._num_steps}  {text}  {self._left(step, now)}", highlight=False, soft_wrap=True
+            )
 
     def __enter__(self) -> Progress:
         if self._live:

@@ -146,3 +146,13 @@ def test_options_that_cannot_work_are_refused(changes, message):
 
 def test_registry_names_match():
     assert all(name == algorithm.name for name, algorithm in ALGORITHMS.items())
+
+
+def test_a_model_can_be_used_greedily_without_what_training_needs():
+    """Caught: `generate` at temperature 0 refused because GRPO needs groups."""
+    config = configs.default_config("grpo").to_dict()
+    config["model"]["path"] = "builtin:tiny_addition"
+    config["rollout"].update(temperature=0.0, samples_per_prompt=1)
+    with pytest.raises(UserError, match="samples_per_prompt"):
+        configs.resolve(config)
+    assert configs.resolve(config, training=False).rollout.samples_per_prompt == 1
