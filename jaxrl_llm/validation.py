@@ -48,8 +48,8 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
             "error",
             f"mesh.pipeline = {config.mesh.pipeline}: pipelines are not supported yet; set it to 1.",
         )
+    yield from _reward_conflicts(config, training)
     if training:
-        yield from _reward_conflicts(config)
         validate = _algorithms()[config.algorithm.name].validate
         yield from validate(config.algorithm.options, config)
 
@@ -177,11 +177,11 @@ def _length_conflicts(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _reward_conflicts(config: RunConfig) -> Iterator[Problem]:
+def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
     from jaxrl_llm.rewards.calling import bind, find_function  # not at the top: rewards read their options' types
 
     rewards, name = config.rewards, config.algorithm.name
-    if not rewards and _algorithms()[name].generates:
+    if not rewards and training and _algorithms()[name].generates:
         yield ("error", f"rewards is empty, and {name} learns from rewards alone: {_REWARD_EXAMPLE}")
     elif not rewards and config.data.eval:
         yield ("error", f"rewards is empty, and data.eval = {config.data.eval!r} is scored by them: {_REWARD_EXAMPLE}")

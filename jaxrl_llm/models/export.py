@@ -57,7 +57,7 @@ def export_model(
     target = Path(folder).expanduser()
     if target.exists() and not overwrite and (target.is_file() or any(target.iterdir())):
         raise UserError(
-            f"The export folder {str(target)!r} is not empty. Give another one, or ask for it to be overwritten."
+            f"The export folder {str(target)!r} is not empty. Give another one, or ask for it to be replaced (--overwrite; overwrite=True)."
         )
     temporary = target.with_name(target.name + ".incomplete")
     writes = jax.process_index() == 0
