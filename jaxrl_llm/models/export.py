@@ -57,7 +57,8 @@ def export_model(
     target = Path(folder).expanduser()
     if target.exists() and not overwrite and (target.is_file() or any(target.iterdir())):
         raise UserError(
-            f"The export folder {str(target)!r} is not empty. Give another one, or ask for it to be replaced (--overwrite; overwrite=True)."
+            f"The export folder {str(target)!r} is not empty. Give another one, or ask for it to be replaced "
+            "(--overwrite on the command line, overwrite=True in Python)."
         )
     temporary = target.with_name(target.name + ".incomplete")
     writes = jax.process_index() == 0
