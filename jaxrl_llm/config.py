@@ -346,7 +346,7 @@ def resolve(
 
     run = options.build(RunConfig, config if isinstance(config, dict) else config.to_dict())
     validation.refuse_or_warn(validation.conflicts(run, training))
-    training = dataclasses.replace(
+    rows = dataclasses.replace(
         run.training,
         mini_batch_size=run.training.mini_batch_size or run.train_batch_size,
         row_tokens=run.training.row_tokens or default_row_tokens(run),
@@ -355,7 +355,7 @@ def resolve(
     evaluation = run.eval
     if len(run.rewards) == 1:
         evaluation = dataclasses.replace(evaluation, accuracy_reward=next(iter(run.rewards)))
-    run = dataclasses.replace(run, training=training, tokenizer=tokenizer, eval=evaluation)
+    run = dataclasses.replace(run, training=rows, tokenizer=tokenizer, eval=evaluation)
     return run if device_count is None else with_mesh(run, device_count)
 
 
