@@ -19,7 +19,7 @@ def get_config():
     config.data.max_prompt_tokens = 48
     config.rewards = {"math": {"function": "math"}}
 
-    config.num_steps = 40
+    config.num_steps = 30
     config.train_batch_size = 8
     config.training.micro_batch_tokens = 1152
     config.rollout.samples_per_prompt = 8
@@ -28,6 +28,6 @@ def get_config():
     config.rollout.tokens_per_dispatch = 12
     config.optimizer.learning_rate = 1e-5
     config.eval.every_steps = 10
-    config.checkpoint.every_steps = 20
+    config.checkpoint.every_steps = 10
     config.checkpoint.keep = 1
     return config
