@@ -44,7 +44,7 @@ def _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens
             return logprob, entropy
 
         nothing = jnp.zeros(chunk["mask"].shape, jnp.float32)
-        return index + 1, jax.lax.cond(index < num_used, compute, lambda: (nothing, nothing))
+        return index + 1, _if_used(index < num_used, mesh_axes, compute, lambda: (nothing, nothing))
 
     _, (logprobs, entropy) = jax.lax.scan(one, jnp.int32(0), chunks)
     outputs = restore(logprobs), restore(entropy)
@@ -83,7 +83,7 @@ def _backward(vocab_size, chunk_tokens, mesh_axes, saved, cotangents):
         def skip(d_weight):
             return jnp.zeros(chunk["hidden"].shape, weight.dtype), d_weight
 
-        d_hidden, d_weight = jax.lax.cond(index < num_used, compute, skip, d_weight)
+        d_hidden, d_weight = _if_used(index < num_used, mesh_axes, compute, skip, d_weight)
         return (index + 1, d_weight), d_hidden
 
     start = (jnp.int32(0), jnp.zeros(weight.shape, jnp.float32))
@@ -124,6 +124,20 @@ def _chunks(hidden, tokens, mask, temperature, chunk_tokens, mesh_axes, extra=No
     states = cut(hidden, jnp.maximum(order - 1, 0))  # the state that predicts a token stands before it
     chunks["hidden"] = jnp.where(chunks["mask"][..., None], states, 0)  # NaN at a masked place must not spread
     return chunks, num_used, restore
+
+
+def _if_used(used, mesh_axes, compute, skip, *operands):
+    """`compute` where the chunk holds a counted token, else `skip`; both give the same for a chunk without any.
+
+    XLA:CPU may run a collective inside a conditional and one outside it in another order on each device, and then
+    waits for ever (seen on jax 0.10.2 with 8 devices). So several CPU devices compute every chunk.
+    """
+    simulated = mesh_axes is not None and jax.default_backend() == "cpu" and _mesh_size() > 1
+    return compute(*operands) if simulated else jax.lax.cond(used, compute, skip, *operands)
+
+
+def _mesh_size():
+    return jax.sharding.get_abstract_mesh().size
 
 
 def _place(value, mesh_axes, *kinds):
