@@ -8,16 +8,7 @@ import pathlib
 import tempfile
 
 os.environ["JAX_PLATFORMS"] = "cpu"
-# 8 devices take turns on few cores: a collective that waits for a late device on a busy machine is no deadlock, but XLA
-# ends the process after 40 s of it.
-os.environ["XLA_FLAGS"] = " ".join(
-    [
-        os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=8",
-        "--xla_cpu_collective_call_warn_stuck_timeout_seconds=60",
-        "--xla_cpu_collective_call_terminate_timeout_seconds=180",
-    ]
-).strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach the network
 os.environ["JAX_NUMPY_RANK_PROMOTION"] = "raise"
 os.environ["MPLBACKEND"] = "Agg"
