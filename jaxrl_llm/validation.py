@@ -290,8 +290,8 @@ def _special_id_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) 
             f"{vocabulary} "
             "vocabulary rows: they don't belong together.",
         )
-    ends = tuple(model_config.eos_token_ids)
-    if not ends and tokenizer.eos_token_id is None and not config.rollout.ignore_eos:
+    ends = model_config.end_ids(tokenizer)
+    if not ends and not config.rollout.ignore_eos:
         yield (
             "error",
             f"Neither the model {config.model.path!r} nor its tokenizer names an end-of-sequence token.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import pathlib
 import subprocess
@@ -17,6 +18,7 @@ from jaxrl_llm.algorithms import ALGORITHMS
 from jaxrl_llm.config import MeshConfig, RunConfig, default_config, resolve
 from jaxrl_llm.config_file import default_workdir, read_config, split_overrides
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.validation import fit_mesh
 from tests.cases import case
 
@@ -317,7 +319,9 @@ def test_the_default_mesh_takes_all_devices():
 def model(**changes) -> types.SimpleNamespace:
     values = {"max_position": 1024, "num_heads": 14, "num_kv_heads": 2, "vocab_size": 100}
     values |= {"hidden_size": 64, "intermediate_size": 96}
-    return types.SimpleNamespace(**{**values, "eos_token_ids": (2,), "pad_token_id": 0, **changes})
+    found = types.SimpleNamespace(**{**values, "eos_token_ids": (2,), "pad_token_id": 0, **changes})
+    found.end_ids = functools.partial(ModelConfig.end_ids, found)
+    return found
 
 
 class Tokenizer:
@@ -389,6 +393,7 @@ def test_the_mesh_must_divide_the_sizes_that_it_splits(mesh: dict, sizes: dict, 
         ({"pad_token_id": 100}, Tokenizer(), "padding id 100"),
         ({}, Tokenizer(pad=-1), "padding id -1"),
         ({"eos_token_ids": ()}, Tokenizer(eos=None), "end-of-sequence"),
+        ({}, Tokenizer(eos=100), "end-of-sequence id 100"),  # the tokenizer's own ends a response, too
         ({}, Tokenizer(size=101), "101 tokens"),
     ],
 )
