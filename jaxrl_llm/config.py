@@ -48,10 +48,17 @@ class ModelSection:
     architecture: dict[str, Any] = option(
         dict, "A Hugging Face config as a dict, to train from scratch in place of a path."
     )
+    layers: str = option(
+        "auto",
+        "How training runs the layers: in a loop over stacked weights (compiles fast), or one after the other (faster "
+        "on CPUs). auto: one after the other on CPUs.",
+        choices=("auto", "loop", "unrolled"),
+    )
     remat: str = option(
         "none",
-        "What the backward pass recomputes: nothing, or each block (less memory, about a third more time).",
-        choices=("none", "full"),
+        "What the backward pass computes again: nothing; everything in a layer (least memory, about a third more "
+        "time); or all but the products with weights (dots).",
+        choices=("none", "full", "dots"),
     )
 
 

@@ -142,7 +142,9 @@ def pack(
     placement = Placement(
         np.full(len(trained), -1, np.int64), [slice(0, 0)] * len(trained), [slice(0, 0)] * len(trained), num_rows
     )
-    for block, row, start in zip(blocks, block_row.tolist(), block_start.tolist(), strict=True):
+    # From left to right: segment ids then grow along a row, and attention skips blocks by their range of ids.
+    for b in np.lexsort((block_start, block_row)).tolist():
+        block, row, start = blocks[b], int(block_row[b]), int(block_start[b])
         prompt = int(prompts[block[0]])
         column = start + prompt
         segments[row] += 1

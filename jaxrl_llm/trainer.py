@@ -119,6 +119,7 @@ class Trainer:
             temperature=(config.rollout.temperature or 1.0) if self.algorithm.generates else 1.0,
             dtype=self.dtype,
             remat=config.model.remat,
+            unroll={"auto": None, "loop": False, "unrolled": True}[config.model.layers],
             chunk_tokens=config.training.logprob_chunk_tokens * batch_shards(self.mesh),
         )
         self._update = update.make_update(

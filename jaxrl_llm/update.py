@@ -41,6 +41,7 @@ class Forward:
       temperature: logits are divided by it, the sampler's rule.
       dtype: of the forward pass; parameters are cast once, before the loop over micro-batches, so that
         gathered weights and their gradients move in this dtype.
+      remat, unroll: see `Decoder.hidden`.
       chunk_tokens: tokens whose logits exist at once, over all devices.
     """
 
@@ -49,6 +50,7 @@ class Forward:
     dtype: Any
     remat: str
     chunk_tokens: int
+    unroll: bool | None = None
 
     def cast(self, params: Params) -> Params:
         return jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
@@ -56,7 +58,13 @@ class Forward:
     def outputs(self, params: Params, rows: Rows) -> Any:
         """`TokenOutputs` of one micro-batch, from parameters that `cast` returned."""
         hidden = self.decoder.hidden(
-            params, rows.tokens, rows.positions, rows.segment_ids, rows.prefix_ids, remat=self.remat
+            params,
+            rows.tokens,
+            rows.positions,
+            rows.segment_ids,
+            rows.prefix_ids,
+            remat=self.remat,
+            unroll=self.unroll,
         )
         # `token_logprobs` predicts column t from column t - 1: put the state that predicts t there.
         before = jnp.roll(rows.predictors, -1, axis=1)

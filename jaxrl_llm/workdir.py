@@ -22,6 +22,7 @@ FREE_TO_CHANGE = (
     "num_steps",
     "log_level",
     "model.remat",
+    "model.layers",
     "rollout.num_slots",
     "rollout.page_size",
     "rollout.num_pages",

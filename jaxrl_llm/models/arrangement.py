@@ -6,6 +6,8 @@ One parameter can live in two layouts (training, generation), so its axes are da
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -57,6 +59,24 @@ def axes_of(tree: Any, table: dict[str, Axes]) -> Any:
         return axes
 
     return jax.tree.map_with_path(lookup, tree)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def unstack(stacked: Params, num_layers: int) -> list[Params]:
+    """The layers of a stacked run. The gradient stacks theirs once; that of plain slices would add up as many arrays
+    of the whole run's size as it has layers."""
+    return [jax.tree.map(operator.itemgetter(index), stacked) for index in range(num_layers)]
+
+
+def _unstack_forward(stacked: Params, num_layers: int) -> tuple[list[Params], None]:
+    return unstack(stacked, num_layers), None
+
+
+def _unstack_backward(num_layers: int, _: None, layers: list[Params]) -> tuple[Params]:
+    return (jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers),)
+
+
+unstack.defvjp(_unstack_forward, _unstack_backward)
 
 
 def fuse_layer(layer: Params) -> Params:

@@ -26,12 +26,13 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_kernels.row_attention.api import NO_WINDOW, row_attention
 from jaxrl_kernels.token_logprobs.api import token_logprobs
 from jaxrl_llm.models import arrangement
-from jaxrl_llm.models.attention import NO_WINDOW, row_attention
 from jaxrl_llm.models.blocks import Block, RMSNorm
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.placement import gather_layer, place, splitting_axes
+from jaxrl_llm.models.platform import compiles_for_cpu
 from jaxrl_llm.models.rope import rope_tables
 from jaxrl_llm.types import Params, TokenOutputs
 
@@ -39,6 +40,13 @@ Attend = Callable[[int, Float[Array, "*n H h"], Float[Array, "*n K h"], Float[Ar
 """``attend(layer, q, k, v)``: the attention of generation, with its cache. q and k are rotated, q is not scaled."""
 
 DEFAULT_CHUNK_TOKENS = 1024
+
+REMAT: dict[str, Any] = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+"""What a layer keeps for its backward pass, by name; None keeps everything."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +110,7 @@ class Decoder:
         prefix_ids: Int[Array, "R T"] | None = None,
         *,
         remat: str = "none",
+        unroll: bool | None = None,
     ) -> Float[Array, "R T D"]:
         """Hidden states after the final norm, in the dtype of the parameters.
 
@@ -112,10 +121,14 @@ class Decoder:
           segment_ids: 0 is padding; a token sees its own segment only.
           prefix_ids: the segment that a token's segment continues and sees as well (a prompt that several completions
             of a row share); 0 or None for none. Positions go on where the prefix ends.
-          remat: ``full`` keeps one ``[R, T, D]`` per layer for the backward pass and computes the rest again.
+          remat: what the backward pass computes again. ``none``: nothing. ``full``: the layer, of which only its input
+            ``[R, T, D]`` is kept. ``dots``: all but the products with weights.
+          unroll: whether layers follow one another in the program, each on its own slice of the weights, or are one
+            loop over the stack. Unrolled, a CPU needs no copies in and out of stacked arrays; compiling takes longer.
+            None unrolls on CPUs.
         """
-        if remat not in ("none", "full"):
-            raise ValueError(f"remat is {remat!r}; it must be 'none' or 'full'")
+        if remat not in REMAT:
+            raise ValueError(f"remat is {remat!r}; it must be one of {', '.join(REMAT)}")
         rows, num_tokens = tokens.shape
         rope = rope_tables(self.config.rope, self.config.head_size, positions.reshape(-1))
 
@@ -125,9 +138,8 @@ class Decoder:
                     place(value.reshape(rows, num_tokens, *value.shape[1:]), "rows", None, axis, None)
                     for value, axis in ((q, "heads"), (k, "kv_heads"), (v, "kv_heads"))
                 )
-                window = layer_data["window"]
                 attended = row_attention(
-                    q, k, v, positions, segment_ids, window, self.config.scale, prefix_ids=prefix_ids
+                    q, k, v, positions, segment_ids, prefix_ids, layer_data["window"], scale=self.config.scale
                 )
                 attended = place(attended, "rows", None, "heads", None)
                 return place(attended.reshape(rows * num_tokens, *attended.shape[2:]), "rows", "heads", None)
@@ -135,14 +147,18 @@ class Decoder:
             block = self._block(gather_layer(layer_data["params"]), fused=False)
             return place(block(x, rope, attend), "rows", None), None
 
-        if remat == "full":
-            layer = jax.checkpoint(layer, prevent_cse=False)
+        if REMAT[remat] is not None:
+            layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT[remat])
         x = place(self._embed(params, tokens), "rows", None, None).reshape(rows * num_tokens, -1)
         x = place(x, "rows", None)
         windows = np.array([NO_WINDOW if window is None else window for window in self.config.windows], np.int32)
         for name, run in self.runs.items():
-            data = {"params": params["blocks"][name], "window": jnp.asarray(windows[run.start : run.stop])}
-            x, _ = jax.lax.scan(layer, x, data)
+            stacked, window = params["blocks"][name], jnp.asarray(windows[run.start : run.stop])
+            if compiles_for_cpu() if unroll is None else unroll:
+                for index, layer_params in enumerate(arrangement.unstack(stacked, len(run))):
+                    x, _ = layer(x, {"params": layer_params, "window": window[index]})
+            else:
+                x, _ = jax.lax.scan(layer, x, {"params": stacked, "window": window})
         return self._final_norm(params, x).reshape(rows, num_tokens, -1)
 
     def token_logprobs(

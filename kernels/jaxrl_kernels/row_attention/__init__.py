@@ -1,0 +1,1 @@
+"""Attention of packed training rows, with its gradient. Start with `api.py`."""

@@ -1,0 +1,103 @@
+"""Packed-row attention in blocks against the dense specification, and what it never holds."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl_kernels.row_attention import xla
+from jaxrl_kernels.row_attention.api import NO_WINDOW, row_attention
+from jaxrl_kernels.row_attention.cases import CASES, Case, inputs
+
+INTEGERS = ("positions", "segment_ids", "prefix_ids")
+
+
+def value_and_gradient(case: Case, implementation: str, seed: int = 0):
+    arrays = inputs(case, seed)
+    q, k, v = (jnp.asarray(arrays[name], case.dtype) for name in "qkv")
+    fields = [jnp.asarray(arrays[name]) for name in INTEGERS]
+    wave = jnp.cos(jnp.arange(q.size, dtype=jnp.float32)).reshape(q.shape)
+
+    @jax.jit
+    def run(q, k, v, fields):
+        def loss(q, k, v):
+            out = row_attention(
+                q, k, v, *fields, NO_WINDOW if case.window is None else case.window,
+                scale=case.scale, soft_cap=case.soft_cap, implementation=implementation,
+            )  # fmt: skip
+            return (out.astype(jnp.float32) * wave).sum(), out
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+
+    (_, out), gradients = run(q, k, v, fields)
+    return out, *gradients
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_equals_the_dense_reference(case):
+    """Value and gradient. float32 sums of up to 450 terms in another order: 1e-5 of the largest entry; bfloat16 rounds
+    inputs of each product to 8 bits."""
+    tolerance = 3e-2 if case.dtype == "bfloat16" else 1e-5
+    found, expected = value_and_gradient(case, "xla"), value_and_gradient(case, "reference")
+    for name, value, right in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
+        assert value.dtype == right.dtype and value.shape == right.shape
+        value, right = np.asarray(value, np.float64), np.asarray(right, np.float64)
+        assert np.abs(value - right).max() <= tolerance * max(np.abs(right).max(), 1.0), name
+
+
+@pytest.mark.parametrize("block", [1, 7, 32, 128])
+def test_the_block_size_changes_nothing(block):
+    case = next(case for case in CASES if case.name == "ragged_groups")
+    arrays = {name: jnp.asarray(value) for name, value in inputs(case).items()}
+    options = {"scale": 0.25, "soft_cap": None}
+    window = jnp.int32(NO_WINDOW)
+    values = [
+        jax.jit(functools.partial(xla.row_attention, **options, block_tokens=tokens))(*arrays.values(), window)
+        for tokens in (block, 64)
+    ]
+    np.testing.assert_allclose(values[0], values[1], atol=2e-6)  # softmax of up to 160 terms in another order
+
+
+def steps_of(case: Case, block: int = 64) -> int:
+    fields = [jnp.asarray(inputs(case)[name]) for name in INTEGERS]
+    window = jnp.int32(NO_WINDOW if case.window is None else case.window)
+    return int(jax.jit(functools.partial(xla._plan, block=block))(*fields, window).steps)
+
+
+def test_cost_follows_what_is_visible():
+    """The loop's steps are the longest list of key blocks."""
+    assert steps_of(Case("group", rows=(((64, *[64] * 8),),), num_tokens=576)) == 2
+    assert steps_of(Case("apart", rows=(((64,), (64,), (64,)),), num_tokens=192)) == 1
+    assert steps_of(Case("long", rows=(((640,),),), num_tokens=640)) == 10
+    assert steps_of(Case("window", rows=(((640,),),), num_tokens=640, window=64)) == 2
+    assert steps_of(Case("two_prompts", rows=(((64, 64, 64), (64, 64, 64)),), num_tokens=384)) == 2
+
+
+def test_no_array_of_a_row_squared():
+    """Neither forward nor backward holds ``[T, T]`` at T = 2048: the largest temporaries are of the inputs' order."""
+    case = Case("long", rows=(((2048,),),), num_tokens=2048, num_heads=2, num_kv_heads=1)
+    arrays = {name: jnp.asarray(value) for name, value in inputs(case).items()}
+
+    def loss(q, k, v):
+        return row_attention(q, k, v, *(arrays[name] for name in INTEGERS)).sum()
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*(arrays[name] for name in "qkv")).compile().as_text()
+    sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"f32\[([\d,]+)\]", text)]
+    scores_of_a_step = 2 * 2048 * xla.BLOCK_TOKENS
+    assert max(sizes) <= scores_of_a_step
+
+
+def test_bad_arguments_are_named():
+    arrays = {name: jnp.asarray(value) for name, value in inputs(CASES[2]).items()}
+    good = list(arrays.values())
+    with pytest.raises(ValueError, match="'fast' is unknown; choose auto or reference, xla"):
+        row_attention(*good, implementation="fast")
+    with pytest.raises(ValueError, match="must fit queries"):
+        row_attention(good[0], good[1][:, :3], good[2][:, :3], *good[3:])
+    with pytest.raises(ValueError, match="segment_ids must be integers"):
+        row_attention(*good[:4], good[4].astype(jnp.float32), good[5])
+    with pytest.raises(ValueError, match="soft_cap is 0"):
+        row_attention(*good, soft_cap=0.0)
