@@ -130,11 +130,12 @@ def _rollout_conflicts(config: RunConfig) -> Iterator[Problem]:
         )
     from jaxrl_kernels.paged_attention.api import IMPLEMENTATIONS  # not at the top: only a run needs it
 
-    if rollout.attention not in ("auto", *IMPLEMENTATIONS):
+    known = ("auto", "gathered", *IMPLEMENTATIONS)
+    if rollout.attention not in known:
         yield (
             "error",
             f"rollout.attention = {rollout.attention!r} is not an implementation of the paged attention."
-            f"{nearest(rollout.attention, ('auto', *IMPLEMENTATIONS))}",
+            f"{nearest(rollout.attention, known)}",
         )
     filters = {"top_p": rollout.top_p < 1, "top_k": rollout.top_k > 0, "min_p": rollout.min_p > 0}
     if any(filters.values()):

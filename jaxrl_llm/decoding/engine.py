@@ -21,8 +21,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxrl_kernels.paged_attention.api import choose
 from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.decoding import buckets, rows
+from jaxrl_llm.decoding.cache import GATHERED
 from jaxrl_llm.decoding.intake import Intake
 from jaxrl_llm.decoding.pages import pages_for
 from jaxrl_llm.decoding.programs import Programs
@@ -64,6 +66,9 @@ class Engine:
     ``sharding.GENERATION``). Nothing cached survives a call, so new weights never meet old keys; the pool's
     memory does, until :meth:`release`.
 
+    Attributes:
+      attention: how decode reads the cache, ``rollout.attention`` with ``auto`` decided.
+
     Args:
       tokenizer: a Hugging Face tokenizer. Without one, completions have no text, stop strings are refused and
         every id of the vocabulary can be sampled.
@@ -88,6 +93,7 @@ class Engine:
         self.rollout = rollout
         self.intake = Intake(decoder.config, tokenizer, context)
         self.context = self.intake.context
+        self.attention = _attention_of(rollout.attention, mesh)
         self.stats = EngineStats()
         self.num_replicas = replica_count(mesh)
         self.num_pages = _checked_num_pages(rollout, self.context)
@@ -100,7 +106,7 @@ class Engine:
                 decoder,
                 num_tokens=self.intake.num_tokens,
                 tokens_per_dispatch=rollout.tokens_per_dispatch,
-                attention=rollout.attention,
+                attention=self.attention,
                 replica_axes=tuple(axis for axis in REPLICA_AXES if mesh.shape[axis] > 1),
             )
         )
@@ -298,6 +304,13 @@ class Engine:
         num_rows, num_columns = self._buckets.rows[-1], self._buckets.columns[-1]
         packed = np.zeros((self.num_replicas * num_rows, rows.decode_width(num_columns)), np.int32)
         return self._decode_program.lower(gen_params, self._pools, self._put(packed)).compile().as_text()
+
+
+def _attention_of(choice: str, mesh: Mesh) -> str:
+    """The choice of ``rollout.attention`` on this mesh; ``auto`` gathers pages once a dispatch on CPUs."""
+    if choice != "auto":
+        return choice
+    return GATHERED if mesh.devices.flat[0].platform == "cpu" else choose()
 
 
 def _checked_num_pages(rollout: RolloutConfig, context: int) -> int:

@@ -14,15 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxrl_kernels.paged_attention.api import paged_attention
 from jaxrl_llm.decoding import rows
+from jaxrl_llm.decoding.cache import GATHERED, GatheredCache, PagedCache, Pool, Step, write_pages
 from jaxrl_llm.decoding.prefill_attention import prefill_attention
 from jaxrl_llm.decoding.sampling import sample_tokens
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.types import Params
-
-Pool = tuple[Float[Array, "P S K h"], Float[Array, "P S K h"]]
-"""Keys and values of one layer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +29,7 @@ class Programs:
     Attributes:
       num_tokens: ids at or above it are never sampled.
       tokens_per_dispatch: most tokens a decode dispatch makes per row.
-      attention: implementation of paged attention.
+      attention: how decode reads the cache: ``gathered`` or an implementation of paged attention (see `cache`).
       replica_axes: mesh axes over which the programs run manually and have more than one replica.
     """
 
@@ -49,7 +46,7 @@ class Programs:
         pools = list(pools)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            pools[layer] = _write(pools[layer], k, v, row.page, row.offset)
+            pools[layer] = write_pages(pools[layer], k, v, row.page, row.offset)
             return prefill_attention(q, k, v, row.first, scale=config.scale, window=config.windows[layer])
 
         self.decoder.generation_hidden(gen_params, row.token, row.position, attend)
@@ -76,6 +73,7 @@ class Programs:
         inputs = rows.unpack_decode(packed)
         num_rows = packed.shape[0]
         most = self.tokens_per_dispatch
+        cache = self._cache(inputs.page_table)
 
         def anywhere(active: Array) -> Array:
             """Whether any replica has an active row. All replicas must leave the loop at the same step: a collective
@@ -88,7 +86,7 @@ class Programs:
 
         def step(state: dict[str, Any]) -> dict[str, Any]:
             sampling = inputs.sampling._replace(generated=state["generated"])
-            pools, hidden = self._decode_hidden(gen_params, state, inputs.page_table)
+            cached, hidden = self._decode_hidden(gen_params, state, cache)
             # Whole on every device of a tensor group: one all-gather, and none of the dozens of small collectives of a
             # sampler over a split vocabulary, which may not stand in a branch that only some replicas take.
             logits = jax.lax.with_sharding_constraint(self.decoder.logits(gen_params, hidden), PartitionSpec())
@@ -105,7 +103,7 @@ class Programs:
                 "generated": generated,
                 "tokens": state["tokens"].at[state["step"]].set(jnp.where(active, token, 0)),
                 "logprobs": state["logprobs"].at[state["step"]].set(jnp.where(active, logprob, 0.0)),
-                "pools": pools,
+                "cached": cached,
             }
 
         start = {
@@ -117,50 +115,28 @@ class Programs:
             "generated": inputs.sampling.generated,
             "tokens": jnp.zeros((most, num_rows), jnp.int32),
             "logprobs": jnp.zeros((most, num_rows), jnp.float32),
-            "pools": pools,
+            "cached": cache.open(pools, inputs.position),
         }
         end = jax.lax.while_loop(unfinished, step, start)
         count = end["generated"] - inputs.sampling.generated
-        return end["pools"], rows.pack_tokens(end["step"], count, end["tokens"], end["logprobs"])
+        pools = cache.close(end["cached"], pools, inputs.position, count)
+        return pools, rows.pack_tokens(end["step"], count, end["tokens"], end["logprobs"])
+
+    def _cache(self, page_table: Int[Array, "B M"]) -> PagedCache | GatheredCache:
+        if self.attention == GATHERED:
+            return GatheredCache(page_table, self.tokens_per_dispatch)
+        return PagedCache(page_table, self.attention)
 
     def _decode_hidden(
-        self, gen_params: Params, state: dict[str, Any], page_table: Int[Array, "B M"]
-    ) -> tuple[list[Pool], Float[Array, "B D"]]:
+        self, gen_params: Params, state: dict[str, Any], cache: PagedCache | GatheredCache
+    ) -> tuple[list[Any], Float[Array, "B D"]]:
         """Runs one token per row through the model, its key and value written to the cache first."""
         config = self.decoder.config
-        pools = list(state["pools"])
-        active, position = state["active"], state["position"]
-        num_pages, page_size = pools[0][0].shape[:2]
-        page = jnp.take_along_axis(page_table, (position // page_size)[:, None], axis=1, mode="clip")[:, 0]
-        # Idle rows write nowhere: page ids beyond the pool are dropped (all different: indices must be unique).
-        page = jnp.where(active, page, num_pages + jnp.arange(page.shape[0], dtype=page.dtype))
-        lengths = jnp.where(active, position + 1, 0)
+        cached = list(state["cached"])
+        where = Step(state["active"], state["position"])
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            pools[layer] = _write(pools[layer], k, v, page, position % page_size)
-            keys, values = pools[layer]
-            return paged_attention(
-                q,
-                keys,
-                values,
-                page_table,
-                lengths,
-                scale=config.scale,
-                window=config.windows[layer],
-                implementation=self.attention,
-            )
+            return cache.attend(cached, layer, where, q, k, v, scale=config.scale, window=config.windows[layer])
 
-        hidden = self.decoder.generation_hidden(gen_params, state["token"], position, attend)
-        return pools, hidden
-
-
-def _write(
-    pool: Pool, k: Float[Array, "n K h"], v: Float[Array, "n K h"], page: Int[Array, " n"], offset: Int[Array, " n"]
-) -> Pool:
-    """Puts n tokens' keys and values in their places; the places are distinct, those beyond the pool dropped."""
-    keys, values = pool
-
-    def put(pages: Array, tokens: Array) -> Array:
-        return pages.at[page, offset].set(tokens.astype(pages.dtype), mode="drop", unique_indices=True)
-
-    return put(keys, k), put(values, v)
+        hidden = self.decoder.generation_hidden(gen_params, state["token"], state["position"], attend)
+        return cached, hidden

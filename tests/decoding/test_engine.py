@@ -55,6 +55,7 @@ def test_decode_equals_forward(model, mixed_requests, base):
     [
         {"num_slots": 1, "num_pages": 20},
         {"num_slots": 3, "page_size": 1},
+        {"num_slots": 7, "page_size": 4, "attention": "xla"},
         {"num_slots": 16, "page_size": 16, "tokens_per_dispatch": 1},
         {"num_slots": 5, "page_size": 8, "tokens_per_dispatch": 64, "prefill_tokens": 1},
     ],
@@ -63,7 +64,8 @@ def test_decode_equals_forward(model, mixed_requests, base):
 def test_one_run_for_any_shape(model, rollout, mixed_requests, base, changes):
     """The same completions for any slots, pages and dispatch lengths (K25: options move with their sample).
 
-    Seen to catch: randomness from the row instead of the seed; one sample's temperature for its whole batch.
+    Seen to catch: randomness from the row instead of the seed; one sample's temperature for its whole batch; the page
+    gather of every step without the token just written.
     """
     engine, params = model.engine(rollout(**changes))
     check_all(model, mixed_requests, base, engine.generate(params, mixed_requests))
@@ -77,13 +79,14 @@ def test_groups_do_not_change_a_sample(model, rollout, mixed_requests, base):
         model.check_same(request, together, alone)
 
 
-def test_preemption_changes_nothing(model, rollout, mixed_requests, base):
+@pytest.mark.parametrize("attention", ["gathered", "xla"])
+def test_preemption_changes_nothing(model, rollout, mixed_requests, base, attention):
     """S13: a pool so small that samples lose their pages and are computed again.
 
     Seen to catch: a random stream that counts from the dispatch; the cache rebuilt without the response; pages not
     given back.
     """
-    engine, params = model.engine(rollout(num_slots=8, num_pages=18, tokens_per_dispatch=3))
+    engine, params = model.engine(rollout(num_slots=8, num_pages=18, tokens_per_dispatch=3, attention=attention))
     completions = engine.generate(params, mixed_requests)
     assert engine.stats.preemptions > 2
     check_all(model, mixed_requests, base, completions)
@@ -124,7 +127,8 @@ def test_no_compile_after_warmup(model, rollout, mixed_requests):
     assert compiles == []
 
 
-def test_compiled_decode_leaves_the_pool_alone(model, rollout):
+@pytest.mark.parametrize("attention", ["gathered", "xla"])
+def test_compiled_decode_leaves_the_pool_alone(model, rollout, attention):
     """Reads the compiled program on 8 devices: nothing as large as a pool is copied, gathered or moved, and within
     the loop only the count of active rows leaves a tensor group, from outside any branch (replicas that disagreed
     about a branch or the end of the loop would wait for each other for ever).
@@ -132,7 +136,7 @@ def test_compiled_decode_leaves_the_pool_alone(model, rollout):
     Seen to catch: pools sharded by the compiler instead of shard_map (an all-gather of the pool); pools not
     donated; a sampler over the split vocabulary (collectives inside the branches).
     """
-    engine, params = model.engine(rollout(num_slots=2, num_pages=400), EIGHT)
+    engine, params = model.engine(rollout(num_slots=2, num_pages=400, attention=attention), EIGHT)
     text = engine.decode_text(params)
     pool = 400 * 4 * 1 * 8  # entries per device: pages, page size, half of two heads, head size
     live = 2 * 16 * 4 * 1 * 8  # rows, columns of the page table, page size, heads, head size
