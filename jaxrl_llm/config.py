@@ -145,7 +145,12 @@ class RolloutConfig:
     page_size: int = option(16, "Tokens of one page of the key/value cache.", low=1, unit="tokens")
     num_pages: int = option(0, "Pages of each replica; 0: enough for all slots at full length.", low=0, unit="pages")
     tokens_per_dispatch: int = option(16, "Tokens decoded per slot before the host looks again.", low=1, unit="tokens")
-    prefill_tokens: int = option(2048, "Prompt tokens processed at once by each replica.", low=1, unit="tokens")
+    prefill_tokens: int = option(
+        2048,
+        "Prompt tokens processed at once by each replica, and between two decode dispatches.",
+        low=1,
+        unit="tokens",
+    )
     attention: str = option(
         "auto",
         "How decode attends to cached pages: gathered (copied to dense arrays once a dispatch: CPUs) or an "

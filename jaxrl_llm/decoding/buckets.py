@@ -21,16 +21,18 @@ class Buckets:
       rows: rows of a decode program: all slots, or a quarter of them (the end of a batch, small batches).
       columns: of its page table, in pages; doubling up to a full context.
       prefill_tokens: tokens in a row of prompts; each four times the one before, as rows are usually full.
+      context_pages: cached pages that a row of prompts can read.
     """
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     prefill_tokens: tuple[int, ...]
+    context_pages: int
 
     @classmethod
     def of(cls, rollout: RolloutConfig, context: int) -> Buckets:
         longest_prompt = max(context - 1, 1)
-        most_prefill = max(longest_prompt, min(rollout.prefill_tokens, rollout.num_slots * longest_prompt))
+        most_prefill = min(rollout.prefill_tokens, rollout.num_slots * longest_prompt)
         few = (rollout.num_slots // 4,) if rollout.num_slots >= _FEW_ROWS_FROM else ()
         return cls(
             rows=(*few, rollout.num_slots),
@@ -38,6 +40,7 @@ class Buckets:
                 pages_for(_SMALLEST_TABLE_TOKENS, rollout.page_size), pages_for(context, rollout.page_size), factor=2
             ),
             prefill_tokens=_growing(_SMALLEST_PREFILL_TOKENS, most_prefill, factor=4),
+            context_pages=2 * pages_for(context, rollout.page_size),
         )
 
     def decode_rows(self, count: int) -> int:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,10 +27,11 @@ from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.decoding import buckets, rows
 from jaxrl_llm.decoding.cache import GATHERED
 from jaxrl_llm.decoding.intake import Intake
-from jaxrl_llm.decoding.pages import pages_for
+from jaxrl_llm.decoding.pages import PageAllocator, pages_for
 from jaxrl_llm.decoding.programs import Programs
 from jaxrl_llm.decoding.request import Request
-from jaxrl_llm.decoding.scheduler import Plan, Sample, Scheduler
+from jaxrl_llm.decoding.sample import Sample
+from jaxrl_llm.decoding.scheduler import Plan, Prefill, Scheduler
 from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import REPLICA_AXES, replica_count
@@ -46,6 +48,7 @@ class EngineStats:
     Attributes:
       tokens: tokens in the completions. ``prefill_tokens`` were computed without being sampled.
       dispatches: decode programs run; ``decode_steps`` are the steps of their loops.
+      found_tokens: of the prompts, were cached already, by another prompt or an earlier call with the same weights.
       preemptions: samples that lost their pages and were computed again.
       compiles: programs met for the first time; 0 after :meth:`Engine.warmup`.
     """
@@ -53,6 +56,7 @@ class EngineStats:
     tokens: int = 0
     seconds: float = 0.0
     prefill_tokens: int = 0
+    found_tokens: int = 0
     dispatches: int = 0
     decode_steps: int = 0
     preemptions: int = 0
@@ -63,8 +67,8 @@ class Engine:
     """Generates completions with one decoder on one mesh.
 
     Parameters are given to each call, in the generation arrangement and layout (``Decoder.generation_params``,
-    ``sharding.GENERATION``). Nothing cached survives a call, so new weights never meet old keys; the pool's
-    memory does, until :meth:`release`.
+    ``sharding.GENERATION``). The pool's memory stays until :meth:`release`; what it caches is found by a later call
+    only where that asks for it (``reuse``) and has the very same arrays, so new weights never meet old keys.
 
     Attributes:
       attention: how decode reads the cache, ``rollout.attention`` with ``auto`` decided.
@@ -101,6 +105,8 @@ class Engine:
         self._buckets = buckets.Buckets.of(rollout, self.context)
         self._seen: set[tuple[Any, ...]] = set()
         self._pools: list[Any] | None = None
+        self._allocators: list[PageAllocator] | None = None
+        self._weights: list[weakref.ref[jax.Array]] = []
         self._build(
             Programs(
                 decoder,
@@ -137,8 +143,9 @@ class Engine:
             donate_argnums=1,
             out_shardings=(pools, whole),  # tokens go to every process: all schedule alike
         )
-        self._prefill_program = jax.jit(
-            over_replicas(programs.prefill, (one, each, each), each), donate_argnums=1, out_shardings=pools
+        self._prefill_program, self._prefill_on_context_program = (
+            jax.jit(over_replicas(programs.prefill, specs, each), donate_argnums=1, out_shardings=pools)
+            for specs in ((one, each, each), (one, each, each, each))
         )
         self._copy_program = jax.jit(
             over_replicas(programs.copy_pages, (each, each), each), donate_argnums=0, out_shardings=pools
@@ -162,25 +169,50 @@ class Engine:
                 self._pools = None
         if self._pools is None:
             self._pools = self._pool_program(dtype)
+            self._allocators = None
+
+    def _take_allocators(self, gen_params: Params, reuse: bool) -> list[PageAllocator]:
+        """The page allocators, for one call: one that is interrupted doesn't give them back, and the next begins anew.
+        Without ``reuse`` they have forgotten what they cached, and in any case what other weights cached."""
+        allocators, self._allocators = self._allocators, None
+        leaves = jax.tree.leaves(gen_params)
+        same = len(leaves) == len(self._weights) and all(
+            known() is leaf for known, leaf in zip(self._weights, leaves, strict=True)
+        )
+        self._weights = [weakref.ref(leaf) for leaf in leaves]
+        if allocators is None:
+            return [PageAllocator(self.num_pages) for _ in range(self.num_replicas)]
+        if not (same and reuse):
+            for allocator in allocators:
+                allocator.forget()
+        return allocators
 
     def release(self) -> None:
         """Frees the KV pools; the next call allocates them again."""
         for pool in jax.tree.leaves(self._pools):
             if not pool.is_deleted():
                 pool.delete()
-        self._pools = None
+        self._pools = self._allocators = None
 
     close = release
 
     # -- Generation ----------------------------------------------------------------------------------------
 
     def generate(
-        self, gen_params: Params, requests: Sequence[Request], *, progress: Progress | None = None
+        self,
+        gen_params: Params,
+        requests: Sequence[Request],
+        *,
+        reuse: bool = False,
+        progress: Progress | None = None,
     ) -> list[list[Completion]]:
         """Completions by request and sample, in the order asked for.
 
         Args:
           gen_params: the weights of this call, in the generation arrangement and layout.
+          reuse: whether prompts that go on where sequences of earlier calls with the same weights were (the next turn
+            of a conversation) find those in the cache. Log-probabilities then round as in the earlier calls; without,
+            a call's bits do not depend on those before it.
 
         Raises:
           UserError: a request that can't be served; raised before anything runs.
@@ -188,18 +220,19 @@ class Engine:
         """
         start = time.perf_counter()
         samples = [self.intake.samples(index, request) for index, request in enumerate(requests)]
+        self._ensure_pools(gen_params)
+        allocators = self._take_allocators(gen_params, reuse)
         scheduler = Scheduler(
-            num_replicas=self.num_replicas,
+            allocators,
             num_slots=self.rollout.num_slots,
-            num_pages=self.num_pages,
             page_size=self.rollout.page_size,
             tokens_per_dispatch=self.rollout.tokens_per_dispatch,
+            prefill_tokens=self.rollout.prefill_tokens,
         )
         for group in samples:
             if group:
                 scheduler.add(group)
         stats = self.stats = EngineStats()
-        self._ensure_pools(gen_params)
         total = scheduler.num_unfinished
         while scheduler.num_unfinished:
             plan = scheduler.schedule()
@@ -216,22 +249,33 @@ class Engine:
             if progress is not None:
                 progress(total - scheduler.num_unfinished, total)
         completions = [[self.intake.completion(sample) for sample in group] for group in samples]
+        self._allocators = allocators
         stats.preemptions = scheduler.num_preemptions
+        stats.found_tokens = scheduler.num_found_tokens
         stats.seconds = time.perf_counter() - start
         return completions
 
     def _prefill(self, gen_params: Params, plan: Plan) -> None:
-        batches = [rows.bins_of(prompts, self.rollout.prefill_tokens) for prompts in plan.prefills]
-        for turn in range(max(len(batch) for batch in batches)):
-            prompts = [batch[turn] if turn < len(batch) else [] for batch in batches]
-            counts = [sum(len(prompt.tokens) for prompt in row) for row in prompts]
+        capacity, page_size = self._buckets.prefill_tokens[-1], self.rollout.page_size
+        bins = [rows.bins_of(pieces, capacity, self._buckets.context_pages, page_size) for pieces in plan.prefills]
+        for turn in range(max(len(of_replica) for of_replica in bins)):
+            pieces = [of_replica[turn] if turn < len(of_replica) else [] for of_replica in bins]
+            counts = [sum(len(piece.tokens) for piece in row) for row in pieces]
             self.stats.prefill_tokens += sum(counts)
-            self._run_prefill(gen_params, prompts, self._buckets.prefill(max(counts)))
+            on_context = any(piece.start for row in pieces for piece in row)
+            self._run_prefill(gen_params, pieces, self._buckets.prefill(max(counts)), on_context)
 
-    def _run_prefill(self, gen_params, prompts, num_tokens: int) -> None:
-        self._met("prefill", num_tokens)
-        packed = [rows.pack_prefill(row, num_tokens, self.rollout.page_size, self.num_pages) for row in prompts]
-        self._pools = self._prefill_program(gen_params, self._pools, self._put(np.stack(packed)))
+    def _run_prefill(
+        self, gen_params: Params, pieces: Sequence[Sequence[Prefill]], num_tokens: int, on_context: bool
+    ) -> None:
+        self._met("prefill", num_tokens, on_context)
+        page_size = self.rollout.page_size
+        packed = self._put(np.stack([rows.pack_prefill(row, num_tokens, page_size, self.num_pages) for row in pieces]))
+        if not on_context:
+            self._pools = self._prefill_program(gen_params, self._pools, packed)
+            return
+        context = np.stack([rows.pack_context(row, self._buckets.context_pages, page_size) for row in pieces])
+        self._pools = self._prefill_on_context_program(gen_params, self._pools, packed, self._put(context))
 
     def _copy_pages(self, plan: Plan) -> None:
         if any(plan.copies):
@@ -291,7 +335,8 @@ class Engine:
         self._ensure_pools(gen_params)
         nobody: list[list[Any]] = [[] for _ in range(self.num_replicas)]
         for num_tokens in self._buckets.prefill_tokens:
-            self._run_prefill(gen_params, nobody, num_tokens)
+            for on_context in (False, True):
+                self._run_prefill(gen_params, nobody, num_tokens, on_context)
         self._run_copy(nobody)
         for num_rows in self._buckets.rows:
             for num_columns in self._buckets.columns:

@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxrl_llm.decoding.request import Request
 from jaxrl_llm.decoding.rows import MAX_STOP_IDS
-from jaxrl_llm.decoding.scheduler import Sample
+from jaxrl_llm.decoding.sample import Sample
 from jaxrl_llm.decoding.stopping import StopStrings
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import ModelConfig

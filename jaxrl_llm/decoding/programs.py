@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels.prefill_attention.api import prefill_attention
 from jaxrl_llm.decoding import rows
 from jaxrl_llm.decoding.cache import GATHERED, GatheredCache, PagedCache, Pool, Step, write_pages
-from jaxrl_llm.decoding.prefill_attention import prefill_attention
 from jaxrl_llm.decoding.sampling import sample_tokens
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.types import Params
@@ -39,15 +39,34 @@ class Programs:
     attention: str
     replica_axes: tuple[str, ...] = ()
 
-    def prefill(self, gen_params: Params, pools: list[Pool], packed: Int[Array, "1 5 T"]) -> list[Pool]:
-        """Writes keys and values of the prompts in ``packed`` (see `rows.PrefillRow`). No logits are made."""
+    def prefill(
+        self,
+        gen_params: Params,
+        pools: list[Pool],
+        packed: Int[Array, "1 5 T"],
+        context: Int[Array, "1 4 C"] | None = None,
+    ) -> list[Pool]:
+        """Writes keys and values of the tokens in ``packed`` (see `rows.PrefillRow`). No logits are made.
+
+        ``context`` (see `rows.pack_context`): the pages that they read, those written in this call included.
+        """
         config = self.decoder.config
         row = rows.unpack_prefill(packed[0])
         pools = list(pools)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             pools[layer] = write_pages(pools[layer], k, v, row.page, row.offset)
-            return prefill_attention(q, k, v, row.first, scale=config.scale, window=config.windows[layer])
+            return prefill_attention(
+                q,
+                k,
+                v,
+                row.position,
+                row.sequence,
+                None if context is None else pools[layer],
+                None if context is None else context[0],
+                scale=config.scale,
+                window=config.windows[layer],
+            )
 
         self.decoder.generation_hidden(gen_params, row.token, row.position, attend)
         return pools

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_llm.decoding.pages import pages_for
+from jaxrl_llm.decoding.sample import Sample
 from jaxrl_llm.decoding.sampling import SamplingRows
-from jaxrl_llm.decoding.scheduler import Prefill, Sample
+from jaxrl_llm.decoding.scheduler import Prefill
 
 MAX_STOP_IDS = 16
 """Most ids that may end one response; a fixed width, so that no number of them compiles anew."""
@@ -103,35 +105,35 @@ def unpack_tokens(packed: np.ndarray) -> tuple[int, np.ndarray, np.ndarray, np.n
 
 @dataclasses.dataclass(frozen=True)
 class PrefillRow:
-    """Prompts laid end to end in one row on the device. Padding sees itself only and is written nowhere.
+    """Pieces of sequences laid end to end in one row on the device. Padding is written nowhere.
 
     Attributes:
-      first: index in the row where the token's own prompt begins.
-      page, offset: where its key and value go; page ids at or above the pool's size are dropped.
+      sequence: 1, 2, … by piece; 0 is padding.
+      page, offset: where the token's key and value go; page ids at or above the pool's size are dropped.
     """
 
     token: Int[Array, " T"]
     position: Int[Array, " T"]
-    first: Int[Array, " T"]
+    sequence: Int[Array, " T"]
     page: Int[Array, " T"]
     offset: Int[Array, " T"]
 
 
-def pack_prefill(prompts: Sequence[Prefill], num_tokens: int, page_size: int, num_pages: int) -> np.ndarray:
+def pack_prefill(pieces: Sequence[Prefill], num_tokens: int, page_size: int, num_pages: int) -> np.ndarray:
     """``int32 [5, num_tokens]``, the fields of `PrefillRow`."""
     packed = np.zeros((5, num_tokens), np.int32)
     index = np.arange(num_tokens, dtype=np.int32)
-    packed[2] = index
     packed[3] = num_pages + index  # nowhere, and all different: the scatter is told that indices are unique
     begin = 0
-    for prompt in prompts:
-        count = len(prompt.tokens)
+    for number, piece in enumerate(pieces, start=1):
+        count = len(piece.tokens)
         where = slice(begin, begin + count)
-        packed[0, where] = prompt.tokens
-        packed[1, where] = index[:count]
-        packed[2, where] = begin
-        packed[3, where] = np.repeat(np.asarray(prompt.pages, np.int32), page_size)[:count]
-        packed[4, where] = index[:count] % page_size
+        position = piece.start + index[:count]
+        packed[0, where] = piece.tokens
+        packed[1, where] = position
+        packed[2, where] = number
+        packed[3, where] = np.asarray(piece.pages, np.int32)[position // page_size]
+        packed[4, where] = position % page_size
         begin += count
     return packed
 
@@ -140,14 +142,35 @@ def unpack_prefill(packed: Int[Array, "5 T"]) -> PrefillRow:
     return PrefillRow(*packed)
 
 
-def bins_of(prompts: Sequence[Prefill], capacity: int) -> list[list[Prefill]]:
-    """Prompts in order, cut into runs of at most ``capacity`` tokens; a longer prompt is a run of its own."""
-    bins: list[list[Prefill]] = []
-    filled = 0
-    for prompt in prompts:
-        if not bins or filled + len(prompt.tokens) > capacity:
-            bins.append([])
-            filled = 0
-        bins[-1].append(prompt)
-        filled += len(prompt.tokens)
-    return bins
+def pack_context(pieces: Sequence[Prefill], num_columns: int, page_size: int) -> np.ndarray:
+    """``int32 [4, num_columns]``: the cached pages that the pieces of a row read, as `prefill_attention` takes them."""
+    packed = np.zeros((4, num_columns), np.int32)
+    begin = 0
+    for number, piece in enumerate(pieces, start=1):
+        first = np.arange(0, piece.start, page_size, dtype=np.int32)
+        where = slice(begin, begin + len(first))
+        packed[0, where] = piece.pages[: len(first)]
+        packed[1, where] = number
+        packed[2, where] = first
+        packed[3, where] = np.minimum(page_size, piece.start - first)
+        begin += len(first)
+    return packed
+
+
+def bins_of(pieces: Sequence[Prefill], capacity: int, context_pages: int, page_size: int) -> list[list[Prefill]]:
+    """Pieces in order, cut so that they fit, into rows of at most ``capacity`` tokens that read at most
+    ``context_pages`` pages. No sequence may have more pages than that."""
+    bins: list[list[Prefill]] = [[]]
+    room, pages = capacity, context_pages
+    for piece in pieces:
+        begin = 0
+        while begin < len(piece.tokens):
+            start = piece.start + begin
+            needed = pages_for(start, page_size)
+            if room == 0 or needed > pages:
+                bins.append([])
+                room, pages = capacity, context_pages
+            count = min(room, len(piece.tokens) - begin)
+            bins[-1].append(Prefill(piece.tokens[begin : begin + count], piece.pages, start))
+            begin, room, pages = begin + count, room - count, pages - needed
+    return bins if bins[-1] else []

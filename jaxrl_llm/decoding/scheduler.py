@@ -1,13 +1,17 @@
 """Which samples run, where, and in which pages: continuous batching in plain Python, without jax.
 
-A sample is waiting, running or finished. Each round (one decode dispatch) goes: every running sample gets the
-pages its next tokens need, preempting the youngest where pages run out; waiting samples are admitted into free
-slots; the engine carries the plan out and reports the tokens. Samples of one prompt on one replica hold the
-prompt's full pages together, and each gets its own copy of the last, partly filled page.
+A sample is waiting, running or finished. Each round (one decode dispatch) goes, replica by replica: every running
+sample gets the pages its next tokens need, preempting the youngest where pages run out; caches that are being filled
+go on; waiting samples are admitted into free slots, the longest first, so that no long one runs alone at the end; the
+engine carries the plan out and reports the tokens.
 
 The cache of a sample of ``length`` tokens (prompt and response) holds the first ``length - 1``: the last token
-is the input of its next decode step. A preempted sample keeps its tokens and its random stream (which depends on
-the position only); its cache is computed again on admission.
+is the input of its next decode step. Caches are filled by jobs, in pieces: while samples of a replica decode, its
+jobs get at most ``prefill_tokens`` tokens a round, so that a long prompt does not make them wait. Samples of one
+prompt on one replica hold the prompt's full pages together, and each gets its own copy of the last, partly filled
+page. A job begins with the pages that are found by name (see `pages`): what another prompt that began alike, an
+earlier turn or the sample's own life before a preemption left behind. A preempted sample keeps its tokens and its
+random stream (which depends on the position only); its cache is filled again on admission.
 
 Everything here is a function of the requests and the sampled tokens, so that all processes plan alike.
 """
@@ -16,97 +20,58 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_llm.decoding.pages import PageAllocator, pages_for
-from jaxrl_llm.decoding.request import SamplingParams
-from jaxrl_llm.decoding.stopping import StopStrings
-
-
-@dataclasses.dataclass(eq=False)
-class Sample:
-    """One response being made.
-
-    Attributes:
-      request, index: position in the caller's list of requests, and in its group.
-      max_tokens: most tokens in the response, the context limit included.
-      stop_ids: ids that end it. ``stop_strings`` watches its text; None without stop strings.
-      tokens, logprobs: the response so far.
-      pages: pages it holds, in order; page i caches tokens ``i * page_size …``.
-      finish_reason: "" while unfinished.
-    """
-
-    request: int
-    index: int
-    prompt: np.ndarray
-    sampling: SamplingParams
-    seed: np.ndarray
-    max_tokens: int
-    stop_ids: tuple[int, ...] = ()
-    stop_strings: StopStrings | None = None
-    tokens: list[int] = dataclasses.field(default_factory=list)
-    logprobs: list[float] = dataclasses.field(default_factory=list)
-    pages: list[int] = dataclasses.field(default_factory=list)
-    finish_reason: str = ""
-    started_s: float = -1.0
-    finished_s: float = -1.0
-
-    @property
-    def position(self) -> int:
-        """Position of the token to decode next, which is the number of tokens cached."""
-        return len(self.prompt) + len(self.tokens) - 1
-
-    @property
-    def last_token(self) -> int:
-        return self.tokens[-1] if self.tokens else int(self.prompt[-1])
-
-    def cached_tokens(self) -> np.ndarray:
-        """Every token but the last: what its cache must hold before it decodes."""
-        return np.concatenate([self.prompt, np.asarray(self.tokens, self.prompt.dtype)])[:-1]
-
-    def receive(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Takes newly decoded tokens, up to the one that ends the response; sets ``finish_reason`` then."""
-        for token, logprob in zip(tokens, logprobs, strict=True):
-            self.tokens.append(int(token))
-            self.logprobs.append(float(logprob))
-            stopped = self.stop_strings is not None and self.stop_strings.push(int(token))
-            if stopped or token in self.stop_ids:
-                self.finish_reason = "stop"
-            elif len(self.tokens) >= self.max_tokens:
-                self.finish_reason = "length"
-            if self.finish_reason:
-                return
+from jaxrl_llm.decoding.pages import PageAllocator, page_keys, pages_for
+from jaxrl_llm.decoding.sample import Sample
 
 
 @dataclasses.dataclass
 class Prefill:
-    """Tokens to run through the model from position 0, and the pages that receive their keys and values."""
+    """Tokens to run through the model at positions ``start …``.
+
+    ``pages`` are the sequence's from its first on; those before ``start`` are read, the others receive keys and values.
+    """
 
     tokens: np.ndarray
     pages: list[int]
+    start: int = 0
 
 
-@dataclasses.dataclass
-class Prefix:
-    """A prompt cached on a replica for the samples of its group that are still to be admitted there."""
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A cache being filled: ``done`` of its tokens are. The pages belong to the job's owner.
 
-    full_pages: list[int]
-    last_page: list[int]  # empty or one: the partly filled page, which is copied, never shared
+    Attributes:
+      keys: of its full pages, in order.
+      sample: the preempted sample that goes on when it is filled; None for the prompt of a group.
+    """
+
+    tokens: np.ndarray
+    pages: list[int]
+    keys: list[bytes]
+    done: int
+    sample: Sample | None = None
+
+    @property
+    def ready(self) -> bool:
+        return self.done == len(self.tokens)
 
 
 @dataclasses.dataclass(eq=False)
 class Group:
-    """The samples of one request that were never admitted, and its prompt's pages by replica."""
+    """The samples of one request that were never admitted, and its prompt's cache by replica."""
 
     waiting: collections.deque[Sample]
-    prefixes: dict[int, Prefix] = dataclasses.field(default_factory=dict)
+    prompts: dict[int, Job] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
 class Plan:
-    """One round, per replica. The engine runs ``prefills``, then ``copies`` of pages (source, destination),
+    """One round, per replica. The engine runs ``prefills`` in order, then ``copies`` of pages (source, destination),
     then decodes ``running``."""
 
     prefills: list[list[Prefill]]
@@ -115,43 +80,83 @@ class Plan:
 
 
 class Scheduler:
-    """See the module. ``num_pages`` must hold one sample at full length and one page more, or the largest
-    sample could never run (the engine checks it)."""
+    """See the module.
 
-    def __init__(self, *, num_replicas: int, num_slots: int, num_pages: int, page_size: int, tokens_per_dispatch: int):
+    Args:
+      allocators: of each replica's pages, all free; names that they hold are trusted. Each must have pages for one
+        sample at full length and one more, or the largest sample could never run (the engine checks it).
+    """
+
+    def __init__(
+        self,
+        allocators: Sequence[PageAllocator],
+        *,
+        num_slots: int,
+        page_size: int,
+        tokens_per_dispatch: int,
+        prefill_tokens: int,
+    ):
+        self.allocators = allocators
         self.num_slots = num_slots
         self.page_size = page_size
         self.tokens_per_dispatch = tokens_per_dispatch
-        self.allocators = [PageAllocator(num_pages) for _ in range(num_replicas)]
-        self.running: list[list[Sample]] = [[] for _ in range(num_replicas)]  # oldest first
+        self.prefill_tokens = prefill_tokens
+        self.running: list[list[Sample]] = [[] for _ in allocators]  # oldest first
+        self.jobs: list[list[Job]] = [[] for _ in allocators]
         self.preempted: collections.deque[Sample] = collections.deque()
-        self.groups: list[Group] = []  # those with samples never admitted, in order of arrival
+        self.groups: list[Group] = []  # those with samples never admitted, the longest first
         self.num_preemptions = 0
+        self.num_found_tokens = 0
 
     def add(self, samples: Sequence[Sample]) -> None:
         """Queues the samples of one request."""
         self.groups.append(Group(collections.deque(samples)))
+        self.groups.sort(key=lambda group: -max(sample.remaining for sample in group.waiting))  # stable
+
+    @property
+    def _unfinished(self) -> list[Sample]:
+        waiting = [sample for group in self.groups for sample in group.waiting]
+        refilled = [job.sample for jobs in self.jobs for job in jobs if job.sample is not None]
+        return [*self.preempted, *waiting, *refilled, *(sample for samples in self.running for sample in samples)]
 
     @property
     def num_unfinished(self) -> int:
-        waiting = len(self.preempted) + sum(len(group.waiting) for group in self.groups)
-        return waiting + sum(len(samples) for samples in self.running)
+        return len(self._unfinished)
 
     def schedule(self) -> Plan:
         """Plans the next round; at least one sample runs while any is unfinished."""
         replicas = range(len(self.allocators))
         plan = Plan([[] for _ in replicas], [[] for _ in replicas], running=[])
-        # Samples are spread evenly: a replica takes more only while it has less than its share.
-        share = min(self.num_slots, -(-self.num_unfinished // len(replicas)))
+        # Expected work is spread evenly: a replica takes more only while it has less than its share.
+        share = -(-sum(sample.remaining for sample in self._unfinished) // len(replicas))
         for replica in replicas:
-            if not self._extend_running(replica):
-                continue  # pages ran out here: admitting now would only preempt again
-            while len(self.running[replica]) < share and self._admit_next(replica, plan):
-                pass
-        if self.num_unfinished and not any(self.running):
+            self._schedule_replica(replica, share, plan)
+        if not any(self.running) and self.num_unfinished:
             raise RuntimeError("the scheduler made no progress: the KV pool is too small for one sample")
         plan.running = [list(samples) for samples in self.running]
         return plan
+
+    def _schedule_replica(self, replica: int, share: int, plan: Plan) -> None:
+        """Prompts are dropped only before the round's first piece is planned: what is planned is carried out."""
+        idle = not self.running[replica]
+        if idle:  # the whole pool for whoever is next; dropped prompts are found by name
+            self._drop_prompts(replica)
+        undisturbed = self._extend_running(replica)
+        budget = math.inf if idle else self.prefill_tokens
+        for job in list(self.jobs[replica]):
+            budget -= self._advance(replica, job, budget, plan)
+        if not undisturbed:
+            return  # pages ran out here: admitting now would only preempt again
+        while self._load(replica) < share and self._num_slots_taken(replica) < self.num_slots:
+            group = next((g for g in self.groups if replica in g.prompts and g.prompts[replica].ready), None)
+            if group is not None and not self.preempted:
+                if not self._admit(replica, group, plan):
+                    break
+                continue
+            job = self._start_job(replica) if budget > 0 else None
+            if job is None:
+                break
+            budget -= self._advance(replica, job, budget, plan)
 
     def finish(self, replica: int) -> list[Sample]:
         """Removes and returns the replica's samples that have a ``finish_reason``, and frees their pages."""
@@ -179,92 +184,133 @@ class Scheduler:
             if pages is not None:
                 sample.pages += pages
                 extended += 1
-            elif not self._drop_prefixes(replica):
-                self._preempt(replica, self.running[replica][-1])
+            elif not self._drop_prompts(replica):
+                self._preempt(replica)
                 undisturbed = False
         return undisturbed
 
-    def _preempt(self, replica: int, sample: Sample) -> None:
-        self.running[replica].remove(sample)
-        self._release_sample(replica, sample)
+    def _preempt(self, replica: int) -> None:
+        """Takes the pages of the youngest: of a sample whose cache is being filled again, else of a running one."""
+        refilled = [job for job in self.jobs[replica] if job.sample is not None]
+        if refilled:
+            self.jobs[replica].remove(refilled[-1])
+            sample = refilled[-1].sample
+            self.allocators[replica].release(sample.pages)  # named as far as they were filled
+            sample.pages = []
+        else:
+            sample = self.running[replica].pop()
+            self._release_sample(replica, sample)
         self.preempted.appendleft(sample)
         self.num_preemptions += 1
 
     def _release_sample(self, replica: int, sample: Sample) -> None:
-        self.allocators[replica].release(sample.pages)
+        """Frees the pages of a sample whose cache is filled, and names the full ones."""
+        allocator = self.allocators[replica]
+        for page, key in zip(sample.pages, page_keys(sample.cached_tokens(), self.page_size), strict=False):
+            allocator.name(page, key)
+        allocator.release(sample.pages)
         sample.pages = []
 
-    def _drop_prefixes(self, replica: int) -> bool:
+    def _drop_prompts(self, replica: int) -> bool:
         """Forgets the prompts kept for samples not admitted yet. False if there were none."""
-        prefixes = [group.prefixes.pop(replica) for group in self.groups if replica in group.prefixes]
-        for prefix in prefixes:
-            self.allocators[replica].release(prefix.full_pages + prefix.last_page)
-        return bool(prefixes)
+        dropped = [group.prompts.pop(replica) for group in self.groups if replica in group.prompts]
+        for job in dropped:
+            self._end_prompt(replica, job)
+        return bool(dropped)
+
+    def _end_prompt(self, replica: int, job: Job) -> None:
+        self.allocators[replica].release(job.pages)
+        if not job.ready:
+            self.jobs[replica].remove(job)
+
+    # -- Filling caches ------------------------------------------------------------------------------------
+
+    def _advance(self, replica: int, job: Job, budget: float, plan: Plan) -> int:
+        """Plans the next piece of a job, of at most ``budget`` tokens; returns how many."""
+        count = int(min(len(job.tokens) - job.done, max(budget, 0)))
+        end = job.done + count
+        if count:
+            pages = job.pages[: pages_for(end, self.page_size)]
+            plan.prefills[replica].append(Prefill(job.tokens[job.done : end], pages, job.done))
+        for index in range(job.done // self.page_size, end // self.page_size):
+            self.allocators[replica].name(job.pages[index], job.keys[index])
+        job.done = end
+        if job.ready and job in self.jobs[replica]:
+            self.jobs[replica].remove(job)
+            if job.sample is not None:
+                self.running[replica].append(job.sample)
+        return count
+
+    def _start_job(self, replica: int) -> Job | None:
+        """A job for the sample or the group that is next; None if there is none or its pages aren't free."""
+        if self.preempted:
+            sample = self.preempted[0]
+            job = self._open(replica, sample.cached_tokens(), self._pages_needed(sample))
+            if job is not None:
+                self.preempted.popleft()
+                job.sample, sample.pages = sample, job.pages
+        else:
+            group = next((group for group in self.groups if replica not in group.prompts), None)
+            if group is None:
+                return None
+            tokens = group.waiting[0].cached_tokens()
+            own = self._own_pages(group, tokens)
+            job = self._open(replica, tokens, pages_for(len(tokens), self.page_size), spare=own)
+            if job is not None:
+                group.prompts[replica] = job
+        if job is not None:
+            self.jobs[replica].append(job)
+        return job
+
+    def _open(self, replica: int, tokens: np.ndarray, num_pages: int, spare: int = 0) -> Job | None:
+        """A job with ``num_pages`` pages, those found by name first, if ``spare`` more stay free."""
+        allocator = self.allocators[replica]
+        keys = page_keys(tokens, self.page_size)
+        found = allocator.find(keys)
+        rest = num_pages - len(found)
+        pages = allocator.allocate(rest) if rest + spare <= allocator.num_free else None
+        if pages is None:
+            allocator.release(found)
+            return None
+        done = len(found) * self.page_size
+        self.num_found_tokens += done
+        return Job(tokens, found + pages, keys, done)
 
     # -- Admission -----------------------------------------------------------------------------------------
 
-    def _admit_next(self, replica: int, plan: Plan) -> bool:
-        """Admits one waiting sample; False if there is none or its pages aren't free."""
-        if self.preempted:
-            if not self._admit_preempted(replica, self.preempted[0], plan):
-                return False
-            self.preempted.popleft()
-            return True
-        if not self.groups:
-            return False
-        cached = (group for group in self.groups if replica in group.prefixes)
-        group = next(cached, self.groups[0])
-        if self._admit_fresh(replica, group, plan):
-            return True
-        # An idle replica has to make progress: give up the prompts it keeps, and try once more.
-        idle = not self.running[replica]
-        return idle and self._drop_prefixes(replica) and self._admit_fresh(replica, group, plan)
+    def _load(self, replica: int) -> int:
+        """Most tokens that the replica's samples can still make."""
+        refilled = (job.sample for job in self.jobs[replica] if job.sample is not None)
+        return sum(sample.remaining for sample in (*self.running[replica], *refilled))
 
-    def _admit_preempted(self, replica: int, sample: Sample, plan: Plan) -> bool:
-        needed = self._pages_needed(sample)
-        pages = self.allocators[replica].allocate(needed)
-        if pages is None and not self.running[replica] and self._drop_prefixes(replica):
-            pages = self.allocators[replica].allocate(needed)
-        if pages is None:
-            return False
-        sample.pages = pages
-        self._plan_prefill(replica, sample.cached_tokens(), pages, plan)
-        self.running[replica].append(sample)
-        return True
+    def _num_slots_taken(self, replica: int) -> int:
+        return len(self.running[replica]) + sum(job.sample is not None for job in self.jobs[replica])
 
-    def _admit_fresh(self, replica: int, group: Group, plan: Plan) -> bool:
-        allocator = self.allocators[replica]
-        sample = group.waiting[0]
-        num_full, rest = divmod(sample.position, self.page_size)
+    def _own_pages(self, group: Group, tokens: np.ndarray) -> int:
+        """New pages for the group's next sample: its copy of the last prompt page, and pages to grow into. The group's
+        last sample takes that page itself."""
+        num_full, rest = divmod(len(tokens), self.page_size)
         is_last = len(group.waiting) == 1
-        prefix = group.prefixes.get(replica)
-        own = self._pages_needed(sample) - num_full  # its copy of the last prompt page, and pages to grow into
-        new = own - (1 if rest and is_last else 0)  # the group's last sample takes that page itself
-        if prefix is None:
-            new += num_full + (1 if rest else 0)
-        pages = allocator.allocate(new)
+        return self._pages_needed(group.waiting[0]) - num_full - (1 if rest and is_last else 0)
+
+    def _admit(self, replica: int, group: Group, plan: Plan) -> bool:
+        """Admits a sample of a group whose prompt is cached here; False if its pages aren't free."""
+        allocator, prompt = self.allocators[replica], group.prompts[replica]
+        num_full = len(prompt.tokens) // self.page_size
+        pages = allocator.allocate(self._own_pages(group, prompt.tokens))
         if pages is None:
             return False
-        if prefix is None:
-            prefix = Prefix(pages[:num_full], pages[num_full : num_full + bool(rest)])
-            pages = pages[num_full + bool(rest) :]
-            group.prefixes[replica] = prefix
-            self._plan_prefill(replica, sample.cached_tokens(), prefix.full_pages + prefix.last_page, plan)
-        if is_last:
-            sample.pages = prefix.full_pages + prefix.last_page + pages
-            del group.prefixes[replica]
+        sample = group.waiting.popleft()
+        if group.waiting:
+            sample.pages = allocator.share(prompt.pages[:num_full]) + pages
+            plan.copies[replica] += [(page, pages[0]) for page in prompt.pages[num_full:]]
+        else:
+            sample.pages = prompt.pages + pages
+            del group.prompts[replica]
             # Copies from these pages may be planned in this round. Freeing them is safe: a replica allocates in
             # its own turn only, so before the next round nothing else gets them.
-            for other, kept in group.prefixes.items():
-                self.allocators[other].release(kept.full_pages + kept.last_page)
+            for other, kept in group.prompts.items():
+                self._end_prompt(other, kept)
             self.groups.remove(group)
-        else:
-            sample.pages = allocator.share(prefix.full_pages) + pages
-            plan.copies[replica] += [(page, pages[0]) for page in prefix.last_page]
-        group.waiting.popleft()
         self.running[replica].append(sample)
         return True
-
-    def _plan_prefill(self, replica: int, tokens: np.ndarray, pages: list[int], plan: Plan) -> None:
-        if len(tokens):  # a prompt of one token has nothing to cache yet
-            plan.prefills[replica].append(Prefill(tokens, list(pages[: pages_for(len(tokens), self.page_size)])))

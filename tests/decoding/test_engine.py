@@ -57,7 +57,7 @@ def test_decode_equals_forward(model, mixed_requests, base):
         {"num_slots": 3, "page_size": 1},
         {"num_slots": 7, "page_size": 4, "attention": "xla"},
         {"num_slots": 16, "page_size": 16, "tokens_per_dispatch": 1},
-        {"num_slots": 5, "page_size": 8, "tokens_per_dispatch": 64, "prefill_tokens": 1},
+        {"num_slots": 5, "page_size": 8, "tokens_per_dispatch": 64, "prefill_tokens": 7},
     ],
     ids=lambda changes: "-".join(f"{name}_{value}" for name, value in changes.items()),
 )
@@ -155,14 +155,36 @@ def test_compiled_decode_leaves_the_pool_alone(model, rollout, attention):
             assert "replica_groups=[4,2]<=[8]" in line or "= s32[] all-reduce(" in line, line
 
 
-def test_new_weights_meet_no_old_cache(model, rollout, mixed_requests):
-    """K07, K05: same prompts after a large step, in the same engine.
+def test_a_second_turn_finds_the_first(model, rollout, make_request):
+    """Case K05: a prompt that goes on where a finished conversation ended computes only what is new, and gives what
+    it gives alone; so do prompts that begin alike. Seen to catch: the found pages not read; positions that count from
+    the piece's first token."""
+    engine, params = model.engine(rollout(num_slots=4))
+    first = make_request(18, n=2, key=1, max_tokens=9, ignore_eos=True)
+    (completions,) = engine.generate(params, [first])
+    turn = np.concatenate([first.prompt_ids, completions[0].token_ids, np.arange(20, 26)])
+    second = make_request(0, n=2, key=2, prompt=turn, ignore_eos=True)
+    (found,) = engine.generate(params, [second], reuse=True)
+    assert engine.stats.found_tokens == (18 + 9 - 1) // 4 * 4
+    assert engine.stats.prefill_tokens == len(turn) - 1 - engine.stats.found_tokens
+    fresh, fresh_params = model.engine(rollout(num_slots=4))
+    (alone,) = fresh.generate(fresh_params, [second])
+    assert fresh.stats.found_tokens == 0
+    model.check_same(second, alone, found)
+    for completion in found:
+        np.testing.assert_allclose(completion.logprobs, model.logprobs(second, completion), atol=1e-4)
 
-    Seen to catch: the parameters of the first call kept."""
+
+def test_new_weights_meet_no_old_cache(model, rollout, mixed_requests):
+    """K07: same prompts after a large step, in the same engine, of which one array is the same.
+
+    Seen to catch: the parameters of the first call kept; cached pages found under other weights."""
     other = model.scaled(1.7)
     engine, params = model.engine(rollout(num_slots=8))
     first = engine.generate(params, mixed_requests)
-    changed = engine.generate(other.generation_params(engine.mesh), mixed_requests)
+    new_params = other.generation_params(engine.mesh)
+    new_params["embed"] = params["embed"]
+    changed = engine.generate(new_params, mixed_requests, reuse=True)
     fresh_engine, fresh_params = other.engine(rollout(num_slots=8))
     fresh = fresh_engine.generate(fresh_params, mixed_requests)
     check_all(other, mixed_requests, fresh, changed)
