@@ -152,9 +152,11 @@ class Trainer:
                 "data.train is empty: training needs a file of prompts (.jsonl, .parquet) or builtin:NAME/SPLIT."
             )
         if self.restore() and self.step_index >= self.total_steps:
+            length = "num_steps" if self.config.num_steps else "data.num_epochs"
             raise UserError(
-                f"num_steps={self.total_steps}: the run in this --workdir has done {self.step_index} steps already, "
-                "so there is nothing to train. Raise num_steps to go on, or choose another --workdir to start again."
+                f"{length}={self.config.num_steps or self.config.data.num_epochs}: the run in this --workdir has done "
+                f"all its {self.step_index} steps already, so there is nothing to train. Raise {length} to go on, or "
+                "choose another --workdir to start again."
             )
         metrics: dict[str, float] = {}
         with (

@@ -147,6 +147,17 @@ def test_a_finished_run_says_so(rows_file, tmp_path):
         run(make_config(rows_file), tmp_path / "run")
 
 
+def test_a_run_of_epochs_can_be_made_longer(rows_file, tmp_path):
+    """Caught: another number of epochs taken for another run; advice to raise num_steps, which must then be 0."""
+    epochs = {"num_steps": 0, "data.num_epochs": 1}
+    _, metrics = run(make_config(rows_file, **epochs), tmp_path / "run")
+    assert max(metrics) == 3
+    with pytest.raises(UserError, match=r"data\.num_epochs=1: .* Raise data\.num_epochs"):
+        run(make_config(rows_file, **epochs), tmp_path / "run")
+    _, metrics = run(make_config(rows_file, **{**epochs, "data.num_epochs": 2}), tmp_path / "run")
+    assert sorted(step for step in metrics if step) == [1, 2, 3, 4, 5, 6]
+
+
 def test_another_configuration_does_not_continue_a_run(rows_file, tmp_path):
     """Caught: continuing with a changed learning rate as if nothing had happened."""
     run(make_config(rows_file), tmp_path / "run", steps=1)
