@@ -175,6 +175,20 @@ def test_a_loss_that_is_not_finite_stops_the_run(rows_file, tmp_path):
     trainer.close()
 
 
+def test_metrics_leave_out_an_update_without_a_trained_token(rows_file):
+    """Of two updates the second has only samples that no reward applies to. Caught: its zeros in the means (a ratio of
+    0.5 and half the entropy)."""
+
+    def first_only(prompt, completion, answer):
+        return float(len(completion)) if prompt == "1+2=" else None
+
+    trainer = Trainer(make_config(rows_file), None, rewards={"exact": first_only}, devices=jax.devices()[:1])
+    metrics, rollouts = trainer.step(trainer.examples(["1+2=", "3+4="], ["3", "7"]))
+    trainer.close()
+    assert np.isnan(rollouts.rewards).tolist() == [False] * 4 + [True] * 4
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)  # the first update is on policy
+
+
 def test_a_decoder_that_disagrees_stops_the_run(rows_file, tmp_path, monkeypatch):
     """Caught: a sampler temperature that the trainer does not share."""
     trainer = Trainer(make_config(rows_file), None, rewards={"exact": exact}, devices=jax.devices()[:1])
