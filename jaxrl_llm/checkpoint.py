@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from jaxrl_llm.config import CheckpointConfig
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunStopped, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +68,18 @@ class Checkpoints:
           metrics: of this step; the best metric is looked up here.
 
         Raises:
-          Exception: an earlier background save failed (orbax re-raises it here or in `wait`).
+          RunStopped: this save, or the one before it in the background, could not be written.
         """
         if step in self._manager.all_steps():
             return  # the same step is the same state
         metric = self.config.best_metric
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)),
-            metrics={metric: metrics[metric]} if metric in metrics else None,
-            force=True,
-        )
+        with self._written():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)),
+                metrics={metric: metrics[metric]} if metric in metrics else None,
+                force=True,
+            )
 
     def latest_step(self) -> int | None:
         """Steps done in the newest complete checkpoint; None if there is none."""
@@ -144,9 +145,27 @@ class Checkpoints:
                 "configuration saved there (config.json)."
             ) from error
 
+    @contextlib.contextmanager
+    def _written(self) -> Iterator[None]:
+        """Orbax raises the error of a background save where the next one starts, or where it is waited for."""
+        try:
+            yield
+        except (ValueError, OSError) as error:  # tensorstore's errors are ValueErrors
+            complete = sorted(self._manager.all_steps())
+            raise RunStopped(
+                f"{self.directory}: a checkpoint could not be written: {str(error).partition(chr(10))[0]} Complete "
+                f"ones: {complete or 'none'}. Look at the free space of that disk and the rights to the folder; the "
+                "same command then goes on from the newest."
+            ) from error
+
     def wait(self) -> None:
-        """Blocks until every started save is complete; raises if one failed."""
-        self._manager.wait_until_finished()
+        """Blocks until every started save is complete.
+
+        Raises:
+          RunStopped: one could not be written.
+        """
+        with self._written():
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
         self._manager.close()

@@ -196,7 +196,9 @@ class OptimizerConfig:
     b2: float = option(0.999, "Decay of the squared gradient's average.", low=0.0, below=1.0)
     eps: float = option(1e-8, "Added to the denominator.", above=0.0)
     weight_decay: float = option(0.01, "Decoupled, of every parameter, as in verl.", low=0.0)
-    warmup_steps: int = option(0, "Updates in which the learning rate rises from 0.", low=0, unit="updates")
+    warmup_steps: int = option(
+        0, "Updates in which the learning rate rises to its largest value in equal parts.", low=0, unit="updates"
+    )
     schedule: str = option("constant", "After the warm-up.", choices=("constant", "cosine", "linear"))
     final_fraction: float = option(0.1, "Of the learning rate, at the end of cosine and linear.", low=0.0, high=1.0)
     clip_norm: float = option(1.0, "Largest global gradient norm; 0 is off.", low=0.0)

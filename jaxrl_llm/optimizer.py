@@ -13,7 +13,8 @@ from jaxrl_llm.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
-    """Learning rate of update k (from 0): linear warm-up from 0, then constant, cosine or linear decay.
+    """Learning rate of update k (from 0): linear warm-up from ``peak / warmup_steps``, then constant,
+    cosine or linear decay.
 
     The decay ends at ``final_fraction`` of the peak with update `total_updates`.
     """

@@ -51,8 +51,8 @@ from jaxrl_llm.workdir import Workdir
 logger = logging.getLogger(__name__)
 
 VOCABULARY_MULTIPLE = 8
-"""The vocabulary's rows are padded to a multiple of it on any mesh, so that a checkpoint of one tensor size (up to 8)
-fits another. Padded rows have probability 0 and are not exported."""
+"""The vocabulary's rows are padded to a multiple of it on any mesh, so that a checkpoint of one tensor size (1, 2, 4
+or 8) fits another. Padded rows have probability 0 and are not exported."""
 
 
 class Trainer:
@@ -153,9 +153,11 @@ class Trainer:
                 "data.train is empty: training needs a file of prompts (.jsonl, .parquet) or builtin:NAME/SPLIT."
             )
         if self.restore() and self.step_index >= self.total_steps:
+            length = "num_steps" if self.config.num_steps else "data.num_epochs"
             raise UserError(
-                f"num_steps={self.total_steps}: the run in this --workdir has done {self.step_index} steps already, "
-                "so there is nothing to train. Raise num_steps to go on, or choose another --workdir to start again."
+                f"{length}={self.config.num_steps or self.config.data.num_epochs}: the run in this --workdir has done "
+                f"all its {self.step_index} steps already, so there is nothing to train. Raise {length} to go on, or "
+                "choose another --workdir to start again."
             )
         metrics: dict[str, float] = {}
         with (
@@ -207,8 +209,10 @@ class Trainer:
         return metrics, rollouts
 
     def _learn(self, sequences: Sequences, timer: PhaseTimer) -> dict[str, float]:
-        """Every optimizer update of a step; metrics are means over the updates, maxima stay maxima."""
+        """Every optimizer update of a step; metrics are means over the updates that had a trained token (one whose
+        samples were all left out has none to tell of), maxima stay maxima."""
         found: list[dict[str, float]] = []
+        empty: list[dict[str, float]] = []
         tokens = 0
         batches = packing.mini_batches(sequences, self.config.training.mini_batch_size)
         for _ in range(self.config.training.epochs):
@@ -226,7 +230,9 @@ class Trainer:
                         jnp.float32(batch.denominator),
                         old_is_actor=sequences.old_logprobs is None,
                     )
-                    found.append({name: float(value) for name, value in jax.device_get(metrics).items()})
+                    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+                    (found if batch.num_micro_batches else empty).append(values)
+        found = found or empty
         metrics = {name: (max if name.endswith("_max") else _mean)([one[name] for one in found]) for name in found[0]}
         metrics["perf/train_tokens_per_s"] = tokens / max(timer.seconds["update"], 1e-9)
         return metrics

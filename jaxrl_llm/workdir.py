@@ -20,6 +20,7 @@ RESULTS = ("checkpoints/*", "metrics.jsonl", "samples.jsonl")
 
 FREE_TO_CHANGE = (
     "num_steps",
+    "data.num_epochs",
     "log_level",
     "model.remat",
     "model.layers",
@@ -41,7 +42,7 @@ FREE_TO_CHANGE = (
     "data.eval",
 )
 """Options that may differ when a run is continued: they change speed, memory or what is watched, not what is
-learned (beyond rounding). A longer `num_steps` also stretches a cosine or linear schedule."""
+learned (beyond rounding). A longer run (`num_steps`, `data.num_epochs`) also stretches a cosine or linear schedule."""
 
 
 class Workdir:

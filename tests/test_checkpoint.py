@@ -1,6 +1,7 @@
 """Checkpoints: as saved, the last ones and the best, and never named before they are complete."""
 
 import functools
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import CheckpointConfig
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.update import RoleState
 
 
@@ -60,6 +61,26 @@ def test_donated_buffers_do_not_reach_a_save_in_progress(checkpoints):
     checkpoints.wait()
     restored = checkpoints.restore({"policy": RoleState({"w": jnp.zeros(2_000_000)})}, 3)
     np.testing.assert_array_equal(restored.state["policy"].params["w"], 3.0)
+
+
+def test_a_save_that_fails_in_the_background_is_told(checkpoints):
+    """C09, with files that may not grow as on a full disk. Caught: a failure that nobody waits for; a traceback from
+    inside the writer; a checkpoint counted that was not written."""
+    state = {"policy": RoleState({"w": jax.random.normal(jax.random.key(0), (500_000,))})}
+    checkpoints.save(1, state, {}, {})
+    checkpoints.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        checkpoints.save(2, state, {}, {})
+        with pytest.raises(RunStopped, match=r"could not be written: .* Complete ones: \[1\]"):
+            checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert checkpoints.latest_step() == 1
+    checkpoints.save(3, state, {}, {})
+    checkpoints.wait()
+    assert checkpoints.latest_step() == 3
 
 
 def test_the_best_is_kept_beside_the_last_ones(checkpoints):

@@ -33,8 +33,8 @@ def test_c01_adam():
     np.testing.assert_allclose(adam_by_hand(spec["input"]), spec["expected"]["w"], atol=1e-5)
 
 
-def test_l43_the_clip_is_on_the_accumulated_gradient():
-    """Caught: clipping each micro-batch's gradient; reporting the norm after the clip."""
+def test_l43_the_clip_bounds_the_global_norm():
+    """Caught: reporting the norm after the clip. That the gradient is a whole batch's is tested with the update."""
     spec = case("L43")
     mean = np.mean(spec["input"]["micro_gradients"], axis=0).astype(np.float32)
     sgd = make_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0), 1)

@@ -135,6 +135,27 @@ def test_t09_positions_restart_with_each_sequence():
     assert positions[1].tolist() == expected[1]
 
 
+def test_t17_tokens_that_the_policy_did_not_write_are_seen_and_not_trained():
+    """A tool's answer between two turns. Caught: a completion placed as trained from its first trained token on;
+    weights on every column of a completion; a denominator that counts the tool's tokens."""
+    given, expected = case("T17")["input"], case("T17")["expected"]
+    wrote = np.concatenate([np.full(count, who == "model") for who, count in given["segments"]])
+    sequences = Sequences(
+        [np.arange(1, len(wrote) + 1, dtype=np.int32)],
+        [wrote],
+        np.zeros(1, np.int32),
+        advantages=[np.ones(len(wrote), np.float32)],
+    )
+    width = len(wrote) + given["right_pad"]
+    batch, _ = pack(sequences, RowShape(width, 1), aggregation="token-mean", max_response_tokens=8, max_micro_batches=1)
+    assert batch.rows.loss_mask[0, 0].tolist() == [bool(one) for one in expected["loss_mask"]]
+    assert (batch.rows.segment_ids[0, 0] > 0).tolist() == [bool(one) for one in expected["attention_mask"]]
+    for values in (batch.rows.weights, batch.rows.advantages):
+        assert values[0, 0].tolist() == expected["loss_mask"]
+    assert batch.rows.positions[0, 0, :-1].tolist() == list(range(len(wrote)))
+    assert batch.denominator == expected["trainable_tokens"]
+
+
 def test_mini_batches_hold_whole_groups():
     """Caught: a split by sequences, which tears a group."""
     group = np.array([0, 0, 1, 1, 2, 2, 3, 3, 4, 4], np.int32)

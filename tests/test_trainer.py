@@ -147,6 +147,17 @@ def test_a_finished_run_says_so(rows_file, tmp_path):
         run(make_config(rows_file), tmp_path / "run")
 
 
+def test_a_run_of_epochs_can_be_made_longer(rows_file, tmp_path):
+    """Caught: another number of epochs taken for another run; advice to raise num_steps, which must then be 0."""
+    epochs = {"num_steps": 0, "data.num_epochs": 1}
+    _, metrics = run(make_config(rows_file, **epochs), tmp_path / "run")
+    assert max(metrics) == 3
+    with pytest.raises(UserError, match=r"data\.num_epochs=1: .* Raise data\.num_epochs"):
+        run(make_config(rows_file, **epochs), tmp_path / "run")
+    _, metrics = run(make_config(rows_file, **{**epochs, "data.num_epochs": 2}), tmp_path / "run")
+    assert sorted(step for step in metrics if step) == [1, 2, 3, 4, 5, 6]
+
+
 def test_another_configuration_does_not_continue_a_run(rows_file, tmp_path):
     """Caught: continuing with a changed learning rate as if nothing had happened."""
     run(make_config(rows_file), tmp_path / "run", steps=1)
@@ -162,6 +173,20 @@ def test_a_loss_that_is_not_finite_stops_the_run(rows_file, tmp_path):
         trainer.train()
     assert trainer.checkpoints.latest_step() is None
     trainer.close()
+
+
+def test_metrics_leave_out_an_update_without_a_trained_token(rows_file):
+    """Of two updates the second has only samples that no reward applies to. Caught: its zeros in the means (a ratio of
+    0.5 and half the entropy)."""
+
+    def first_only(prompt, completion, answer):
+        return float(len(completion)) if prompt == "1+2=" else None
+
+    trainer = Trainer(make_config(rows_file), None, rewards={"exact": first_only}, devices=jax.devices()[:1])
+    metrics, rollouts = trainer.step(trainer.examples(["1+2=", "3+4="], ["3", "7"]))
+    trainer.close()
+    assert np.isnan(rollouts.rewards).tolist() == [False] * 4 + [True] * 4
+    assert metrics["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-4)  # the first update is on policy
 
 
 def test_a_decoder_that_disagrees_stops_the_run(rows_file, tmp_path, monkeypatch):

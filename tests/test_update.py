@@ -7,11 +7,12 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_llm import optimizer, packing, update
-from jaxrl_llm.algorithms import ALGORITHMS
+from jaxrl_llm.algorithms import ALGORITHMS, aggregation
 from jaxrl_llm.algorithms.grpo import GRPOOptions
 from jaxrl_llm.algorithms.interface import Sequences
 from jaxrl_llm.config import MeshConfig, OptimizerConfig
@@ -78,6 +79,7 @@ def one_sgd_step(
     options=OPTIONS,
     remat="none",
     share_prompts=False,
+    clip_norm=0.0,
 ):
     """Parameters after one step, its loss and the gradient's norm, on a (data, fsdp, tensor, pipeline) mesh."""
     data, fsdp, tensor, pipeline = mesh_shape
@@ -89,7 +91,7 @@ def one_sgd_step(
     sgd = optimizer.make_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0), 1)
     role, role_shardings = update.init_role(params, sgd, shardings, mesh)
     forward = update.Forward(decoder, temperature=0.7, dtype=np.float32, remat=remat, chunk_tokens=8)
-    step = update.make_update(forward, ALGORITHMS["grpo"], options, sgd, 0.0, role_shardings, mesh)
+    step = update.make_update(forward, ALGORITHMS["grpo"], options, sgd, clip_norm, role_shardings, mesh)
     shape = packing.RowShape.of(row_tokens, micro_batch_tokens, batch_shards(mesh))
     batch, _ = packing.pack(
         make_sequences(),
@@ -140,6 +142,90 @@ def test_split_and_packing_do_not_change_the_update(split):
     one packed sequence see another; a loop that also runs over the empty micro-batches; a completion that
     does not see its prompt, or sees another completion; a first token predicted by the wrong column."""
     assert_same_step(*one_sgd_step(**split))
+
+
+def formula(params, options):
+    """Loss and metrics of `make_sequences` as one would write them down: a row a sequence, all logits, no weights."""
+    sequences, width = make_sequences(), 16
+    field = {
+        name: jnp.stack([np.pad(one, (0, width - len(one))) for one in getattr(sequences, name)])
+        for name in ("tokens", "loss_mask", "advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+    }
+    positions = jnp.broadcast_to(jnp.arange(width), (SEQUENCES, width))
+    decoder = Decoder(CONFIG)
+    hidden = decoder.hidden(params, field["tokens"], positions, jnp.ones_like(positions))
+    log_p = jax.nn.log_softmax(decoder.logits(params, hidden)[:, :-1] / 0.7)
+    actor = jnp.pad(jnp.take_along_axis(log_p, field["tokens"][:, 1:, None], 2)[..., 0], ((0, 0), (1, 0)))
+    entropy = jnp.pad(-(jnp.exp(log_p) * log_p).sum(-1), ((0, 0), (1, 0)))
+    mask, advantages = field["loss_mask"], field["advantages"]
+    ratio = jnp.exp(actor - field["old_logprobs"])
+    surrogate = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+    policy = -jnp.where(advantages < 0, jnp.maximum(surrogate, 3 * advantages), surrogate)
+    to_reference = field["ref_logprobs"] - actor
+    kl = jnp.exp(to_reference) - 1 - to_reference
+    lengths = np.array([one.sum() for one in sequences.loss_mask])
+    rows = np.flatnonzero(lengths)
+
+    def aggregated(values):
+        sums = jnp.where(mask, values, 0.0).sum(1)
+        return {
+            "token-mean": sums.sum() / lengths.sum(),
+            "seq-mean-token-mean": (sums[rows] / lengths[rows]).mean(),
+            "seq-mean-token-sum": sums[rows].mean(),
+            "seq-mean-token-sum-norm": (sums[rows] / 10).mean(),
+        }[options.loss_aggregation]
+
+    def mean(values):
+        return jnp.where(mask, values, 0.0).sum() / mask.sum()
+
+    difference = jnp.abs(field["old_logprobs"] - field["sampler_logprobs"])
+    total = aggregated(policy + options.kl_coef * kl - options.entropy_coef * entropy)
+    return total, {
+        "loss/total": total,
+        "loss/policy": aggregated(policy),
+        "kl/mean": mean(kl),
+        "entropy/mean": mean(entropy),
+        "policy/clip_fraction_high": mean((ratio > 1.2) & (advantages > 0)),
+        "policy/clip_fraction_low": mean((ratio < 0.8) & (advantages < 0)),
+        "policy/approx_kl": mean(field["old_logprobs"] - actor),
+        "policy/ratio_mean": mean(ratio),
+        "rollout/logprob_diff_mean": mean(difference),
+        "rollout/logprob_diff_max": jnp.where(mask, difference, 0.0).max(),
+    }
+
+
+@pytest.mark.parametrize("mode", aggregation.MODES)
+def test_the_update_is_the_gradient_of_the_formula(mode):
+    """Packed and split, against the formula in plain jax. Caught: the entropy added to the loss; a KL without
+    the weights of the aggregation; the KL of the old policy; a gradient divided by the tokens in every mode; a clip
+    fraction that counts either sign of the advantage; `approx_kl` the wrong way round."""
+    options = dataclasses.replace(OPTIONS, loss_aggregation=mode)
+    params, metrics = one_sgd_step(row_tokens=40, micro_batch_tokens=80, share_prompts=True, options=options)
+    (_, expected), gradient = jax.jit(jax.value_and_grad(functools.partial(formula, options=options), has_aux=True))(
+        initial_params()
+    )
+    norm = np.sqrt(sum(np.sum(np.square(leaf)) for leaf in jax.tree.leaves(gradient)))
+    assert metrics["policy/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert min(expected["policy/clip_fraction_high"], expected["policy/clip_fraction_low"]) > 0.02
+    for name, value in expected.items():
+        assert metrics[name] == pytest.approx(float(value), rel=1e-4, abs=1e-6), name
+    # float32 sums in another order: about 1e-6 of the norm
+    difference = jax.tree.map(lambda new, old, g: np.sum(np.square(old - g - new)), params, initial_params(), gradient)
+    assert np.sqrt(sum(jax.tree.leaves(difference))) < 1e-5 * norm
+
+
+def test_the_clip_is_on_the_gradient_of_all_micro_batches():
+    """L43 in the update. Caught: clipping the gradient of each micro-batch."""
+    unclipped, expected = reference_step()
+    params, metrics = one_sgd_step(row_tokens=16, micro_batch_tokens=16, clip_norm=0.1)
+    scale = 0.1 / expected["policy/grad_norm"]
+    assert scale < 0.5 and metrics["policy/grad_norm"] == pytest.approx(expected["policy/grad_norm"], rel=1e-4)
+    jax.tree.map(
+        lambda new, whole, old: np.testing.assert_allclose(new, old + scale * (whole - old), atol=1e-6),
+        params,
+        unclipped,
+        initial_params(),
+    )
 
 
 @pytest.mark.parametrize("mesh_shape", [(2, 2, 2, 1), (8, 1, 1, 1), (1, 4, 2, 1)], ids=str)

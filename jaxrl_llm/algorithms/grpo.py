@@ -78,13 +78,14 @@ def prepare(context: Context, rollouts: Rollouts) -> Sequences:
     truncated = np.array([reason == "length" for reason in rollouts.finish_reasons])
     keep = scored & ~(truncated & options.mask_truncated)
 
-    tokens, masks, sampled = [], [], []
+    tokens, masks, written, sampled = [], [], [], []
     for n, response in enumerate(rollouts.responses):
         prompt = rollouts.examples[rollouts.group[n]].prompt_ids
         tokens.append(np.concatenate([prompt, response]).astype(np.int32))
-        mask = np.zeros(len(tokens[-1]), bool)
-        mask[len(prompt) :] = keep[n]
+        response_mask = np.arange(len(tokens[-1])) >= len(prompt)
+        mask = response_mask & keep[n]
         masks.append(mask)
+        written.append(response_mask & scored[n])
         logprobs = np.zeros(len(tokens[-1]), np.float32)
         if rollouts.sampler_logprobs is not None:
             logprobs[len(prompt) :] = rollouts.sampler_logprobs[n]
@@ -93,10 +94,12 @@ def prepare(context: Context, rollouts: Rollouts) -> Sequences:
 
     on_policy = single_update(options, config, len(rollouts.examples))
     kl_in_reward = options.kl_coef > 0 and options.kl_in == "reward"
+    # A KL in the reward counts for every scored sample: one that is left out of the loss still is in its group's mean.
+    compared = dataclasses.replace(sequences, loss_mask=written) if kl_in_reward else sequences
     if not on_policy or kl_in_reward:
-        sequences.old_logprobs = context.logprobs("policy", sequences)
+        sequences.old_logprobs = context.logprobs("policy", compared)
     if options.kl_coef > 0:
-        sequences.ref_logprobs = context.logprobs("reference", sequences)
+        sequences.ref_logprobs = context.logprobs("reference", compared)
 
     if options.overlong_buffer_tokens:
         rewards = rewards + overlong_penalty(
@@ -108,8 +111,8 @@ def prepare(context: Context, rollouts: Rollouts) -> Sequences:
         for n in range(len(rollouts)):
             old, reference = sequences.old_logprobs[n], sequences.ref_logprobs[n]
             kl = policy_loss.kl_penalty(old, reference, options.kl_estimator)
-            shaped.append(kl_shaped_rewards(float(rewards[n]), kl, masks[n], options.kl_coef).sum())
-            kl_sum, count = kl_sum + float(kl[masks[n]].sum()), count + int(masks[n].sum())
+            shaped.append(kl_shaped_rewards(float(rewards[n]), kl, written[n], options.kl_coef).sum())
+            kl_sum, count = kl_sum + float(kl[written[n]].sum()), count + int(written[n].sum())
         rewards = np.where(scored, np.array(shaped, np.float32), np.nan).astype(np.float32)
         sequences.metrics["kl/mean"] = kl_sum / max(count, 1)
 

@@ -116,7 +116,8 @@ def keep_top_k(weights: Float[Array, "B V"], top_k: Int[Array, " B"]) -> Float[A
 
 
 def keep_top_p(weights: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Float[Array, "B V"]:
-    """The smallest set of largest weights that holds the fraction ``top_p`` of the row's sum (ties are kept)."""
+    """The smallest set of largest weights that holds the fraction ``top_p`` of the row's sum; of equal weights at its
+    border those with the lowest ids."""
     bits = _ordered_bits(weights)
     wanted = top_p * weights.sum(-1)
 
@@ -124,7 +125,35 @@ def keep_top_p(weights: Float[Array, "B V"], top_p: Float[Array, " B"]) -> Float
         return jnp.where(bits >= threshold[:, None], weights, 0.0).sum(-1) >= wanted
 
     threshold = _largest_threshold(bits, holds)
-    return jnp.where((top_p >= 1)[:, None] | (bits >= threshold[:, None]), weights, 0.0)
+    border = bits == threshold[:, None]
+    missing = wanted - jnp.where(bits > threshold[:, None], weights, 0.0).sum(-1)
+    value = jax.lax.bitcast_convert_type(threshold, jnp.float32)  # 0 if rounding keeps the sum below what is wanted
+    needed = jnp.where(value > 0, jnp.ceil(missing / jnp.where(value > 0, value, 1.0)), jnp.inf)
+    restricted = (top_p < 1) & (border.sum(-1) > needed)  # rare, so it costs nothing while no row needs it
+    last = jax.lax.cond(
+        jnp.any(restricted),
+        _lowest_ids,
+        lambda border, needed: jnp.full_like(threshold, border.shape[1]),
+        border,
+        needed,
+    )
+    ids = jnp.arange(weights.shape[1], dtype=jnp.int32)[None, :]
+    kept = (bits > threshold[:, None]) | (border & (ids <= last[:, None]))
+    return jnp.where((top_p >= 1)[:, None] | kept, weights, 0.0)
+
+
+def _lowest_ids(members: Bool[Array, "B V"], wanted: Float[Array, " B"]) -> Int[Array, " B"]:
+    """The smallest id of each row up to which there are ``wanted`` members; the last id where there are fewer."""
+    ids = jnp.arange(members.shape[1], dtype=jnp.int32)[None, :]
+
+    def halve(_, bounds):
+        low, high = bounds
+        middle = low + (high - low) // 2
+        enough = jnp.sum(members & (ids <= middle[:, None]), axis=-1) >= wanted
+        return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
+
+    bounds = jnp.zeros(len(members), jnp.int32), jnp.full(len(members), members.shape[1] - 1, jnp.int32)
+    return jax.lax.fori_loop(0, members.shape[1].bit_length(), halve, bounds)[1]
 
 
 def keep_min_p(weights: Float[Array, "B V"], min_p: Float[Array, " B"]) -> Float[Array, "B V"]:

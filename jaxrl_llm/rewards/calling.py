@@ -4,6 +4,7 @@ Accepted are functions of one sample, ``f(prompt, completion, answer, **metadata
 ``f(prompts, completions, **columns)``, which get lists of length one so that a time-out stops one sample only.
 A function receives what its signature names: prompt, completion, answer, the row's other columns, and verl's
 names ``solution_str`` (completion) and ``ground_truth`` (answer); with ``**kwargs`` it receives everything.
+A built-in reward receives no other column: a column that happens to be called ``correct`` must not set its option.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Call:
         for name, p in parameters.items()
         if p.kind is inspect.Parameter.KEYWORD_ONLY and p.default is p.empty and name not in options
     }
-    if function in BUILTIN.values() and required:
+    builtin = function in BUILTIN.values()
+    if builtin and required:
         raise ValueError(f"it needs the option {', '.join(sorted(required))}")
     plural = bool(named & {"prompts", "completions"})
 
@@ -81,7 +83,7 @@ def bind(function: Callable[..., Any], options: Mapping[str, Any]) -> Call:
         if plural:
             own = {"prompts": prompt, "completions": completion, "answer": answer, "answers": answer}
         aliases = {"solution_str": completion, "ground_truth": answer}
-        available = {**aliases, **metadata, **own}
+        available = own if builtin else {**aliases, **metadata, **own}
         if takes_all:
             chosen = {n: v for n, v in available.items() if n not in aliases or n in metadata or n in named}
         else:

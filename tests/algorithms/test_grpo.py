@@ -113,6 +113,17 @@ def test_kl_in_the_reward_moves_the_advantage_and_not_the_loss():
     assert sequences.metrics["kl/mean"] == pytest.approx(0.5)
 
 
+def test_a_truncated_response_out_of_the_loss_keeps_its_shaped_reward():
+    """Its group's mean counts it, KL included. Caught: a reward of 0 in place of its own (advantage 0.45)."""
+    sequences, _ = prepared(
+        kl_coef=0.2, kl_in="reward", kl_estimator="k1", advantage_normalization="none", mask_truncated=True
+    )
+    assert not sequences.loss_mask[2].any()
+    got = sequences.advantages[3][sequences.loss_mask[3]]
+    np.testing.assert_allclose(got, ((1 - 0.1) - (1 - 0.4)) / 2, atol=1e-6)
+    assert sequences.metrics["kl/mean"] == pytest.approx(0.5)
+
+
 def test_overlong_penalty_shapes_the_reward():
     """Caught: a penalty on the weight in place of the reward."""
     sequences, _ = prepared(overlong_buffer_tokens=2, advantage_normalization="none")

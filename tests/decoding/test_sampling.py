@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from jaxrl_llm.decoding import sampling
 from jaxrl_llm.decoding.sampling import SamplingRows, sample_tokens
+from tests.cases import case
 
 SAMPLE = jax.jit(sample_tokens, static_argnames="num_tokens")
 
@@ -109,12 +109,27 @@ def test_top_k_ties():
     assert set(draw_many([0.0] * 4, top_k=100)) == {0, 1, 2, 3}
 
 
-@pytest.mark.parametrize(("p", "kept"), [(0.5, 1), (0.75, 2), (0.76, 3), (0.875, 3)])
-def test_top_p_border(p, kept):
-    """S05, ties at the border kept: the third and fourth are equal. Seen to catch: `>` for `>=`."""
-    weights = jnp.array([[1.0, 0.5, 0.25, 0.25]])  # exact in float32: the border cases are hit exactly
-    left = np.asarray(sampling.keep_top_p(weights, jnp.array([p], jnp.float32)))[0] > 0
-    assert left.sum() == (4 if kept == 3 else kept)
+def test_top_p_border():
+    """S05. Seen to catch: `>` for `>=`; every weight kept that equals the last one needed."""
+    given, expected = case("S05")["input"], case("S05")["expected"]
+    weights = jnp.asarray(given["probs"], jnp.float32)[None] * 2  # exact: the border cases are hit exactly
+    for p, kept in zip(given["p"], expected["kept"], strict=True):
+        left = np.asarray(sampling.keep_top_p(weights, jnp.array([p], jnp.float32)))[0]
+        assert np.flatnonzero(left).tolist() == kept
+        assert set(draw_many(np.log(given["probs"]), top_p=p)) == set(kept)
+
+
+def test_top_p_among_equal_weights():
+    """Against a stable sort on small whole numbers, which are exact. Seen to catch: all equal weights at the border
+    kept; the highest ids; one row's border used for another."""
+    weights = np.random.default_rng(0).integers(0, 4, (64, 128)).astype(np.float32)
+    p = np.linspace(0.01, 0.99, 64).astype(np.float32)
+    kept = np.asarray(sampling.keep_top_p(jnp.asarray(weights), jnp.asarray(p))) > 0
+    for row in range(64):
+        order = np.argsort(-weights[row], kind="stable")
+        sums = np.cumsum(weights[row, order])
+        count = np.searchsorted(sums, np.float32(p[row] * sums[-1])) + 1
+        assert set(np.flatnonzero(kept[row])) == set(order[:count]), row
 
 
 def test_top_k_then_top_p():

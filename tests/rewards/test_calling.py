@@ -22,6 +22,14 @@ def test_functions_get_what_they_name():
     assert everything == {"prompt": "the prompt", "completion": "the completion", "answer": "the answer", "level": 3}
 
 
+def test_columns_never_set_the_options_of_a_builtin_reward():
+    """Caught: a data set with a column ``correct`` or ``mode``, which took the place of the option of that name."""
+    columns = {"correct": False, "wrong": 1.0, "mode": "train", "extract": "train"}
+    for name in ("math", "exact_match"):
+        assert bind(find_function(name), {})("2 + 3", "5", "5", columns) == 1.0
+        assert bind(find_function(name), {"correct": 2.0})("2 + 3", "5", "5", columns) == 2.0
+
+
 def test_functions_of_a_batch_get_one_sample():
     def trl_style(prompts, completions, **columns):
         return [len(prompts) + len(completions) + columns["level"][0]]
