@@ -284,12 +284,23 @@ class EvalConfig:
 class ChecksConfig:
     """Largest allowed |sampler_logprobs - old_logprobs| of the sampled tokens; a run beyond it stops."""
 
-    logprob_diff_mean: float = option(-1.0, "Of the mean; -1: 1e-4 in float32, 1e-2 in bfloat16.", low=-1.0)
-    logprob_diff_max: float = option(-1.0, "Of the largest; -1: 1e-2 in float32, none in bfloat16.", low=-1.0)
+    logprob_diff_mean: float = option(
+        -1.0, "Of the mean; -1: 1e-4 in float32, 1e-2 in bfloat16, divided by a temperature below 1.", low=-1.0
+    )
+    logprob_diff_max: float = option(
+        -1.0, "Of the largest; -1: 1e-2 in float32, divided by a temperature below 1, none in bfloat16.", low=-1.0
+    )
 
-    def bounds(self, compute_dtype: str) -> tuple[float, float]:
-        """The bounds (mean, maximum) for a run that computes in ``float32`` or ``bfloat16``."""
-        mean, largest = {"float32": (1e-4, 1e-2), "bfloat16": (1e-2, math.inf)}[compute_dtype]
+    def bounds(self, compute_dtype: str, temperature: float = 1.0) -> tuple[float, float]:
+        """The bounds (mean, maximum) for a run that computes in ``float32`` or ``bfloat16``.
+
+        Logits are divided by the temperature, and what they were rounded by with them. Greedy decoding (0) reports
+        log-probabilities at temperature 1.
+        """
+        sharpened = min(temperature, 1.0) or 1.0
+        mean, largest = (
+            bound / sharpened for bound in {"float32": (1e-4, 1e-2), "bfloat16": (1e-2, math.inf)}[compute_dtype]
+        )
         return (
             mean if self.logprob_diff_mean == -1 else self.logprob_diff_mean,
             largest if self.logprob_diff_max == -1 else self.logprob_diff_max,

@@ -463,6 +463,8 @@ def test_log_probability_bounds_follow_the_dtype():
     checks = resolve(make()).checks
     assert checks.bounds("float32") == (1e-4, 1e-2)
     assert checks.bounds("bfloat16") == (1e-2, float("inf"))
+    assert checks.bounds("bfloat16", temperature=0.5) == (2e-2, float("inf"))
+    assert checks.bounds("float32", temperature=0.0) == checks.bounds("float32", temperature=2.0) == (1e-4, 1e-2)
     assert resolve(make(checks__logprob_diff_mean=0.5)).checks.bounds("float32") == (0.5, 1e-2)
 
 
