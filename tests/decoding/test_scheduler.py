@@ -143,20 +143,26 @@ def test_random_traffic(calls, num_replicas, num_slots, spare_pages, tokens_per_
 
 
 def test_prompts_that_begin_alike_are_computed_once():
-    """Case K05, and the second turn of a conversation. Seen to catch: keys of a page's own tokens alone; names given
-    only when a prompt is done."""
+    """Case K05, and the second turn of a conversation, whose last page is short of one token that was never cached.
+
+    Seen to catch: keys of a page's own tokens alone, which find [C][B] after [A][B] and [C][D]; a page named for a token
+    too many."""
     scheduler = make_scheduler(num_slots=8, num_pages=64, tokens_per_dispatch=4)
     cache = Cache(64)
     begin = np.arange(10, dtype=np.int32)
     prompts = [np.concatenate([begin, np.full(3, 50 + n, np.int32)]) for n in range(3)]
-    other = np.concatenate([begin[:4] + 1, begin[4:], begin[:3]])  # page 1 alike, page 0 not
-    groups = [group(n, 0, [6], prompt=prompt) for n, prompt in enumerate([*prompts, other])]
+    groups = [group(n, 0, [7], prompt=prompt) for n, prompt in enumerate(prompts)]
     run(groups, scheduler, [cache])
     assert scheduler.num_found_tokens == 2 * 8  # two pages of four tokens, by the second and the third
     (first,) = groups[0]
     turn = np.concatenate([prompts[0], np.asarray(first.tokens, np.int32), np.full(5, 70, np.int32)])
     run([group(4, 0, [3], prompt=turn)], scheduler, [cache])
-    assert scheduler.num_found_tokens == 16 + (13 + 6 - 1) // PAGE * PAGE
+    assert scheduler.num_found_tokens == 16 + 16  # of 13 + 7 tokens, of which 19 were cached
+    scheduler.num_found_tokens = 0
+    a, b, c, d, end = (np.arange(20 * n, 20 * n + 4, dtype=np.int32) for n in range(10, 15))
+    crossed = [np.concatenate([*pages, end]) for pages in ((a, b), (c, d), (c, b))]
+    run([group(5 + n, 0, [2], prompt=prompt) for n, prompt in enumerate(crossed)], scheduler, [cache])
+    assert scheduler.num_found_tokens == 4
     assert page_keys(turn, PAGE)[:3] == page_keys(turn[:15], PAGE)
 
 
