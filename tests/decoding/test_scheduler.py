@@ -145,8 +145,8 @@ def test_random_traffic(calls, num_replicas, num_slots, spare_pages, tokens_per_
 def test_prompts_that_begin_alike_are_computed_once():
     """Case K05, and the second turn of a conversation, whose last page is short of one token that was never cached.
 
-    Seen to catch: keys of a page's own tokens alone, which find [C][B] after [A][B] and [C][D]; a page named for a token
-    too many."""
+    Seen to catch: keys of a page's own tokens alone, which find [C][B] after [A][B] and [C][D]; a page named for a
+    token too many."""
     scheduler = make_scheduler(num_slots=8, num_pages=64, tokens_per_dispatch=4)
     cache = Cache(64)
     begin = np.arange(10, dtype=np.int32)
