@@ -13,15 +13,17 @@ if TYPE_CHECKING:
     from jaxrl_llm.backends import get_available_backends
     from jaxrl_llm.config import default_config
     from jaxrl_llm.errors import RunStopped, UserError
+    from jaxrl_llm.generation import generate
     from jaxrl_llm.rl_trainer import RLTrainer
 
-__all__ = ["RLTrainer", "RunStopped", "UserError", "default_config", "get_available_backends"]
+__all__ = ["RLTrainer", "RunStopped", "UserError", "default_config", "generate", "get_available_backends"]
 
 _MODULES = {
     "RLTrainer": "jaxrl_llm.rl_trainer",
     "RunStopped": "jaxrl_llm.errors",
     "UserError": "jaxrl_llm.errors",
     "default_config": "jaxrl_llm.config",
+    "generate": "jaxrl_llm.generation",
     "get_available_backends": "jaxrl_llm.backends",
 }
 

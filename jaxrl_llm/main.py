@@ -110,9 +110,14 @@ def evaluate(trainer: Trainer, options: argparse.Namespace) -> None:
 
 
 def generate(trainer: Trainer, options: argparse.Namespace) -> None:
-    """Prints one JSON line per prompt, with its completions."""
+    """Prints one JSON line per prompt, with its completions; with ``--stream`` the text of one, as it grows."""
     restore_or_say(trainer)
     prompts = read_prompts(options)
+    if options.stream:
+        trainer.generate(prompts, on_text=lambda prompt, sample, text: print(text, end="", flush=True))
+        print()
+        trainer.close()
+        return
     for prompt, completions in zip(prompts, trainer.generate(prompts), strict=True):
         print(json.dumps({"prompt": prompt, "completions": completions}, ensure_ascii=False))
     trainer.close()
@@ -144,6 +149,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--workdir", type=pathlib.Path, help="folder of the run; default: outputs/<name of the file>")
     parser.add_argument("--prompt", action="append", default=[], help="generate: a prompt; may be repeated")
     parser.add_argument("--prompts_file", type=pathlib.Path, help="generate: a file with one prompt per line")
+    parser.add_argument("--stream", action="store_true", help="generate: print the text of one completion as it grows")
     parser.add_argument("--output", type=pathlib.Path, help="export: the folder to write")
     parser.add_argument("--overwrite", action="store_true", help="export: replace what the folder holds")
     parser.add_argument("--help_options", action="store_true", help="list every option of a configuration and exit")
@@ -165,6 +171,12 @@ def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
         raise UserError("data.eval is empty: set it to the evaluation rows (.jsonl, .parquet, builtin:NAME/SPLIT …).")
     if options.command == "generate" and not read_prompts(options):
         raise UserError("generate needs a prompt: give --prompt TEXT (may be repeated) or --prompts_file FILE.")
+    if options.stream and (len(read_prompts(options)) != 1 or config.rollout.samples_per_prompt != 1):
+        raise UserError(
+            f"--stream shows one completion, but there are {len(read_prompts(options))} prompts with "
+            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt}. Give one --prompt and "
+            "--config.rollout.samples_per_prompt=1."
+        )
     if options.command == "export" and not options.output:
         raise UserError("export needs --output FOLDER.")
 

@@ -286,3 +286,11 @@ def _type_name(value: Any) -> str:
 
 def _join(path: str, key: Any) -> str:
     return f"{path}.{key}" if path else str(key)
+
+
+def set_by_path(config: dict[str, Any], name: str, value: Any) -> None:
+    """Sets ``a.b.c`` of a nested dict; unknown names are refused by `config.resolve`, which knows them all."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        config = config.setdefault(parent, {})
+    config[last] = value

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.loading import load_config
+from jaxrl_llm.options import set_by_path
 from jaxrl_llm.trainer import Trainer
 from jaxrl_llm.types import Rollouts
 
@@ -73,7 +74,7 @@ class RLTrainer:
             config.rewards = {name: {} for name in functions}
         plain = config.to_dict()
         for name, value in (options or {}).items():
-            _set(plain, name, value)
+            set_by_path(plain, name, value)
         self.trainer = Trainer(
             configs.resolve(plain),
             workdir,
@@ -117,11 +118,3 @@ class RLTrainer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _set(config: dict[str, Any], name: str, value: Any) -> None:
-    """Sets ``a.b.c``; names that do not exist are refused by `config.resolve`, which knows them all."""
-    *parents, last = name.split(".")
-    for parent in parents:
-        config = config.setdefault(parent, {})
-    config[last] = value

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl_llm.config import RunConfig
-from jaxrl_llm.decoding.engine import Engine
+from jaxrl_llm.decoding.engine import Engine, OnText
 from jaxrl_llm.decoding.request import Request, SamplingParams, sample_seeds
 from jaxrl_llm.hybrid_engine import HybridEngine
 from jaxrl_llm.models.decoder import Decoder
@@ -75,6 +75,7 @@ class Rollout:
         samples: int | None = None,
         temperature: float | None = None,
         timer: PhaseTimer | None = None,
+        on_text: OnText | None = None,
     ) -> list[list[Completion]]:
         """Completions of each prompt, from parameters in the training layout.
 
@@ -82,6 +83,7 @@ class Rollout:
           params: kept; nothing of them is held when this returns.
           step: with the seed, the prompt, the sample and the position, it fixes the randomness.
           samples, temperature: in place of the configured ones (evaluation).
+          on_text: see `Engine.generate`.
         """
         timer = timer or PhaseTimer()
         rollout = self.config.rollout
@@ -107,7 +109,7 @@ class Rollout:
         with timer("layout"):
             generation_params = self.hybrid_engine.to_generation(params)
         with timer("generation"):
-            return self.engine.generate(generation_params, requests)
+            return self.engine.generate(generation_params, requests, on_text=on_text)
 
     def rollouts(
         self,

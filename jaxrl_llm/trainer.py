@@ -33,8 +33,9 @@ from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.data.dataset import PromptData
 from jaxrl_llm.data.examples import load_examples
-from jaxrl_llm.data.prompts import encode_prompts, render_prompt
+from jaxrl_llm.data.prompts import encode_all
 from jaxrl_llm.data.tokenizer import load_tokenizer
+from jaxrl_llm.decoding.engine import OnText
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
 from jaxrl_llm.models.export import export_model
 from jaxrl_llm.models.loading import init_model, load_config, load_model
@@ -44,7 +45,7 @@ from jaxrl_llm.observability.timing import PhaseTimer
 from jaxrl_llm.rewards.pool import RewardRunner
 from jaxrl_llm.rollout import Rollout
 from jaxrl_llm.sharding import TRAINING, batch_shards, make_mesh
-from jaxrl_llm.types import Example, Params, Rollouts
+from jaxrl_llm.types import Completion, Example, Params, Rollouts
 from jaxrl_llm.update import Forward, RoleState
 from jaxrl_llm.workdir import Workdir
 
@@ -286,11 +287,18 @@ class Trainer:
             if not done and self.step_index:
                 self.save(metrics)
 
-    def generate(self, prompts: Sequence[str]) -> list[list[str]]:
-        """`rollout.samples_per_prompt` completions of each prompt as text, by the rollout's sampling options."""
+    def complete(self, prompts: Sequence[Any], on_text: OnText | None = None) -> list[list[Completion]]:
+        """`rollout.samples_per_prompt` completions of each prompt, by the rollout's sampling options.
+
+        Args:
+          on_text: called with (prompt, sample, new text) as the text grows.
+        """
         examples = self.examples(prompts)
-        completions = self.rollout.complete(self.roles["policy"].params, examples, step=self.step_index)
-        return [[completion.text for completion in group] for group in completions]
+        return self.rollout.complete(self.roles["policy"].params, examples, step=self.step_index, on_text=on_text)
+
+    def generate(self, prompts: Sequence[Any], on_text: OnText | None = None) -> list[list[str]]:
+        """The texts of `complete`."""
+        return [[completion.text for completion in group] for group in self.complete(prompts, on_text)]
 
     def examples(self, prompts: Sequence[Any], answers: Sequence[Any] | None = None) -> list[Example]:
         """Prompts (text or chat messages) encoded like the rows of a file.
@@ -306,17 +314,7 @@ class Trainer:
             raise UserError("There is no prompt: give at least one.")
         if answers is not None and len(answers) != len(prompts):
             raise UserError(f"There are {len(prompts)} prompts but {len(answers)} answers; give one for each.")
-        rendered = [
-            render_prompt(
-                self.tokenizer,
-                prompt,
-                system_prompt=data.system_prompt,
-                apply_chat_template=data.apply_chat_template,
-                where=f"Prompt {index}",
-            )
-            for index, prompt in enumerate(prompts)
-        ]
-        encoded = encode_prompts(self.tokenizer, [text for text, _ in rendered], [chat for _, chat in rendered])
+        texts, encoded = encode_all(self.tokenizer, prompts, data)
         for index, ids in enumerate(encoded):
             if not 1 <= len(ids) <= data.max_prompt_tokens:
                 raise UserError(
@@ -333,7 +331,7 @@ class Trainer:
                 row=row,
                 epoch=epoch,
             )
-            for row, ((text, _), ids) in enumerate(zip(rendered, encoded, strict=True))
+            for row, (text, ids) in enumerate(zip(texts, encoded, strict=True))
         ]
 
     def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:

@@ -50,7 +50,10 @@ class Recorder:
     def evaluate(self):
         return {"eval/accuracy": 0.5}
 
-    def generate(self, prompts):
+    def generate(self, prompts, on_text=None):
+        if on_text:
+            on_text(0, 0, prompts[0][:1].upper())
+            on_text(0, 0, prompts[0][1:].upper())
         return [[prompt.upper()] for prompt in prompts]
 
     def export(self, folder, *, overwrite):
@@ -104,6 +107,12 @@ def test_export_writes_where_it_is_told(file: str):
     assert ("export", pathlib.Path("there"), True) in Recorder.calls
 
 
+def test_stream_prints_the_text_as_it_grows(file: str, capsys):
+    arguments = ["generate", "--stream", "--config", file, "--prompt", "ab", "--config.rollout.samples_per_prompt=1"]
+    assert main.main(arguments) == 0
+    assert capsys.readouterr().out == "AB\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -114,6 +123,7 @@ def test_export_writes_where_it_is_told(file: str):
         (["eval", "--config.algorithm.name=sft", "--config.rewards={}"], "rewards is empty"),
         (["generate"], "generate needs a prompt"),
         (["generate", "--prompts_file", "nowhere.txt"], "no such file"),
+        (["generate", "--stream", "--prompt", "a", "--prompt", "b"], "there are 2 prompts"),
         (["export"], "export needs --output"),
     ],
 )

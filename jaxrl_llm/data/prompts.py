@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jinja2
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.columns import Messages
 from jaxrl_llm.errors import UserError
 
@@ -78,6 +80,28 @@ def encode_prompts(
         np.asarray(ids if is_templated or ids[:1] == bos else bos + ids, np.int32)
         for ids, is_templated in zip(encoded, templated, strict=True)
     ]
+
+
+def encode_all(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], data: DataConfig
+) -> tuple[list[str], list[np.ndarray]]:
+    """The texts of prompts (text or chat messages) and their ids, encoded like the rows of a file.
+
+    Raises:
+      UserError: a prompt is neither.
+    """
+    rendered = [
+        render_prompt(
+            tokenizer,
+            prompt,
+            system_prompt=data.system_prompt,
+            apply_chat_template=data.apply_chat_template,
+            where=f"Prompt {index}",
+        )
+        for index, prompt in enumerate(prompts)
+    ]
+    texts = [text for text, _ in rendered]
+    return texts, encode_prompts(tokenizer, texts, [is_templated for _, is_templated in rendered])
 
 
 def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:

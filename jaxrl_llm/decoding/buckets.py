@@ -10,7 +10,7 @@ from jaxrl_llm.decoding.pages import pages_for
 
 _SMALLEST_PREFILL_TOKENS = 64
 _SMALLEST_TABLE_TOKENS = 128
-_FEW_ROWS_FROM = 16  # with fewer slots a second, smaller decode program saves little
+_FEW_ROWS_FROM = 16  # with fewer slots smaller decode programs save little
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Buckets:
     """Sizes in ascending order; each method gives the smallest that holds its argument.
 
     Attributes:
-      rows: rows of a decode program: all slots, or a quarter of them (the end of a batch, small batches).
+      rows: rows of a decode program: all slots, a quarter of them (the end of a batch, small batches), or one.
       columns: of its page table, in pages; doubling up to a full context.
       prefill_tokens: tokens in a row of prompts; each four times the one before, as rows are usually full.
       context_pages: cached pages that a row of prompts can read.
@@ -33,7 +33,7 @@ class Buckets:
     def of(cls, rollout: RolloutConfig, context: int) -> Buckets:
         longest_prompt = max(context - 1, 1)
         most_prefill = min(rollout.prefill_tokens, rollout.num_slots * longest_prompt)
-        few = (rollout.num_slots // 4,) if rollout.num_slots >= _FEW_ROWS_FROM else ()
+        few = (1, rollout.num_slots // 4) if rollout.num_slots >= _FEW_ROWS_FROM else ()
         return cls(
             rows=(*few, rollout.num_slots),
             columns=_growing(

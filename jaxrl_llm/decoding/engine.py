@@ -32,6 +32,7 @@ from jaxrl_llm.decoding.programs import Programs
 from jaxrl_llm.decoding.request import Request
 from jaxrl_llm.decoding.sample import Sample
 from jaxrl_llm.decoding.scheduler import Plan, Prefill, Scheduler
+from jaxrl_llm.decoding.stopping import TextStream
 from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import REPLICA_AXES, replica_count
@@ -39,6 +40,10 @@ from jaxrl_llm.types import Completion, Params
 
 Progress = Callable[[int, int], None]
 """Called after every dispatch with the number of finished samples and of all."""
+
+
+OnText = Callable[[int, int, str], None]
+"""Called with the index of a request, that of its sample, and the text that the sample's response has gained."""
 
 
 @dataclasses.dataclass
@@ -205,6 +210,7 @@ class Engine:
         *,
         reuse: bool = False,
         progress: Progress | None = None,
+        on_text: OnText | None = None,
     ) -> list[list[Completion]]:
         """Completions by request and sample, in the order asked for.
 
@@ -213,6 +219,7 @@ class Engine:
           reuse: whether prompts that go on where sequences of earlier calls with the same weights were (the next turn
             of a conversation) find those in the cache. Log-probabilities then round as in the earlier calls; without,
             a call's bits do not depend on those before it.
+          on_text: is told of every sample's text after each dispatch.
 
         Raises:
           UserError: a request that can't be served; raised before anything runs.
@@ -234,6 +241,7 @@ class Engine:
                 scheduler.add(group)
         stats = self.stats = EngineStats()
         total = scheduler.num_unfinished
+        streams = {sample: self.intake.stream(sample) for group in samples for sample in group} if on_text else {}
         while scheduler.num_unfinished:
             plan = scheduler.schedule()
             for replica_samples in plan.running:
@@ -242,6 +250,8 @@ class Engine:
             self._prefill(gen_params, plan)
             self._copy_pages(plan)
             self._decode(gen_params, plan.running)
+            for sample, stream in streams.items() if on_text else ():
+                self._show(sample, stream, on_text)
             for replica in range(self.num_replicas):
                 for sample in scheduler.finish(replica):
                     sample.finished_s = time.perf_counter()
@@ -254,6 +264,12 @@ class Engine:
         stats.found_tokens = scheduler.num_found_tokens
         stats.seconds = time.perf_counter() - start
         return completions
+
+    def _show(self, sample: Sample, stream: TextStream, on_text: OnText) -> None:
+        done = sample.finish_reason
+        new = stream.rest(self.intake.completion(sample).text) if done else stream.news(sample.tokens)
+        if new:
+            on_text(sample.request, sample.index, new)
 
     def _prefill(self, gen_params: Params, plan: Plan) -> None:
         capacity, page_size = self._buckets.prefill_tokens[-1], self.rollout.page_size

@@ -9,7 +9,7 @@ import numpy as np
 from jaxrl_llm.decoding.request import Request
 from jaxrl_llm.decoding.rows import MAX_STOP_IDS
 from jaxrl_llm.decoding.sample import Sample
-from jaxrl_llm.decoding.stopping import StopStrings
+from jaxrl_llm.decoding.stopping import StopStrings, TextStream
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.types import Completion
@@ -96,6 +96,16 @@ class Intake:
             )
             for number, seed in enumerate(seeds)
         ]
+
+    def stream(self, sample: Sample) -> TextStream:
+        """What shows the sample's text as it grows.
+
+        Raises:
+          UserError: there is no tokenizer.
+        """
+        if self._tokenizer is None:
+            raise UserError("Text can't be shown as it is generated: there is no tokenizer. Give one to the engine.")
+        return TextStream(self._decode, sample.stop_strings)
 
     def completion(self, sample: Sample) -> Completion:
         """A finished sample as the caller gets it."""

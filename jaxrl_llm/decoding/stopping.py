@@ -46,11 +46,12 @@ class StopStrings:
     Attributes:
       text: the certain text so far, cut before the stop string once one was found.
       matched: the stop string that was found, or None.
+      longest: characters of the longest stop string.
     """
 
     def __init__(self, stop: Sequence[str], decode: Decode, min_tokens: int = 0):
         self._stop = tuple(stop)
-        self._longest = max(len(text) for text in self._stop)
+        self.longest = max(len(text) for text in self._stop)
         self._incremental = IncrementalText(decode)
         self._min_tokens = min_tokens
         self._tokens = 0
@@ -77,3 +78,40 @@ class StopStrings:
         start, self.matched = min(matches, key=lambda match: match[0])
         self.text = self.text[:start]
         return True
+
+
+class TextStream:
+    """The text of a response as it grows, for someone who watches: nothing shown is ever taken back.
+
+    Where stop strings are watched for, as much text as may still turn out to belong to one is held back.
+    """
+
+    def __init__(self, decode: Decode, watched: StopStrings | None = None):
+        self._incremental = None if watched else IncrementalText(decode)
+        self._watched = watched
+        self._seen = 0
+        self._text = ""
+        self._shown = 0
+
+    def news(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain.
+
+        Args:
+          token_ids: the whole response so far; those seen before are not looked at again.
+        """
+        if self._watched is not None:
+            self._text, held_back = self._watched.text, self._watched.longest - 1
+        else:
+            self._text += "".join(self._incremental.push(token) for token in token_ids[self._seen :])
+            held_back = 0
+        self._seen = len(token_ids)
+        return self._show(self._text[: len(self._text) - held_back])
+
+    def rest(self, text: str) -> str:
+        """What is still to be shown of a finished response whose text is ``text``."""
+        return self._show(text)
+
+    def _show(self, text: str) -> str:
+        new = text[self._shown :]
+        self._shown = max(self._shown, len(text))
+        return new

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxrl_llm.decoding.stopping import IncrementalText, StopStrings
+from jaxrl_llm.decoding.stopping import IncrementalText, StopStrings, TextStream
 
 
 def pieces(*texts):
@@ -73,3 +73,24 @@ def test_long_broken_tail_is_let_go():
     text = IncrementalText(decode)
     assert len("".join(text.push(0) for _ in range(500))) > 400
     assert longest < 100
+
+
+def test_a_stream_shows_all_and_takes_nothing_back():
+    """Dispatches of any length, with and without a stop string whose beginning may turn out to be text. Seen to catch:
+    text shown that then was part of the stop string; held back text never shown."""
+    texts = ["ab", "c E", "N", "x ", "END", " more"]
+    decode = pieces(*texts)
+    for stop, final in ((None, "abc ENx END more"), ("END", "abc ENx ")):
+        for step in (1, 2, 3):
+            watched = StopStrings([stop], decode) if stop else None
+            stream, shown, ids = TextStream(decode, watched), "", []
+            for begin in range(0, len(texts), step):
+                for token in range(begin, min(begin + step, len(texts))):
+                    ids.append(token)
+                    if watched and watched.push(token):
+                        break
+                if watched and watched.matched:
+                    break
+                shown += stream.news(ids)
+                assert final.startswith(shown)
+            assert shown + stream.rest(final) == final

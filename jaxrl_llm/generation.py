@@ -1,0 +1,77 @@
+"""Completions from a model in one call, by the engine that training uses."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.data.prompts import encode_all
+from jaxrl_llm.data.tokenizer import load_tokenizer
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.options import set_by_path
+from jaxrl_llm.trainer import Trainer
+from jaxrl_llm.types import Completion
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def generate(
+    model: str,
+    prompts: Sequence[Any],
+    *,
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    max_new_tokens: int = 256,
+    samples_per_prompt: int = 1,
+    temperature: float = 1.0,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+    on_text: Callable[[int, int, str], None] | None = None,
+) -> list[list[Completion]]:
+    """Loads a model and completes prompts with continuous batching, on all devices.
+
+    One call loads the model anew: give it all prompts at once, or use `RLTrainer.generate`.
+
+    Args:
+      model: Hugging Face folder, hub id, ``.gguf`` file, ``package:NAME`` or ``builtin:NAME``.
+      prompts: texts, or chats as lists of ``{"role": …, "content": …}``.
+      tokenizer: where it is, or one that is loaded; None is the model's.
+      max_new_tokens: longest completion, the end-of-sequence token included.
+      temperature: 0 is greedy.
+      options: any other option by its full name, such as ``{"rollout.top_p": 0.9, "rollout.num_slots": 16}``.
+      on_text: called with (prompt, sample, new text) as completions grow.
+
+    Returns:
+      For each prompt its completions: text, token ids, their log-probabilities, and why each ended.
+
+    Raises:
+      UserError: an option is wrong, or a prompt does not fit.
+
+    Example::
+
+        for (completion,) in jaxrl_llm.generate("builtin:tiny_addition", ["37+58=", "4+9="], temperature=0.0):
+            print(completion.text)
+    """
+    if not prompts:
+        raise UserError("There is no prompt: give at least one.")
+    config = configs.default_config("grpo")
+    config.model.path = model
+    config.tokenizer.path = tokenizer if isinstance(tokenizer, str) else ""
+    config.seed = seed
+    config.rollout.max_new_tokens = max_new_tokens
+    config.rollout.samples_per_prompt = samples_per_prompt
+    config.rollout.temperature = temperature
+    plain = config.to_dict()
+    for name, value in (options or {}).items():
+        set_by_path(plain, name, value)
+    resolved = configs.resolve(plain, training=False)
+    loaded = load_tokenizer(resolved.tokenizer.path) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
+    # The cache is made for the longest prompt, and for as many sequences as there are.
+    _, encoded = encode_all(loaded, prompts, resolved.data)
+    plain["data"]["max_prompt_tokens"] = max((len(ids) for ids in encoded), default=1) or 1
+    plain["rollout"]["num_slots"] = min(resolved.rollout.num_slots, max(1, len(prompts) * samples_per_prompt))
+    trainer = Trainer(configs.resolve(plain, training=False), read_only=True, tokenizer=loaded)
+    with contextlib.closing(trainer):
+        return trainer.complete(prompts, on_text)
