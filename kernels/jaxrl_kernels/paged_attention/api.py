@@ -5,21 +5,41 @@ H query heads, K key/value heads (H a multiple of K; query head i reads key/valu
 h head size, P pages in the pool, S tokens in a page, M columns of the page table.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_kernels.paged_attention import reference, xla
+from jaxrl_kernels.device import Device, target_device
+from jaxrl_kernels.paged_attention import pallas_mosaic, pallas_triton, reference, xla
 
 Implementation = Callable[..., jax.Array]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
+    "pallas_triton": pallas_triton.paged_attention,
+    "pallas_mosaic": pallas_mosaic.paged_attention,
 }
 """Every implementation by name. Each takes the arguments of :func:`paged_attention` after its checks, with
-``scale`` filled in, and raises ValueError for a shape or dtype that it can't do: none falls back to another."""
+``scale`` filled in, and raises ValueError for a shape or dtype that it can't do: none falls back to another.
+Those of Pallas also take ``interpret=True``, which runs them on any backend, slowly."""
+
+_PALLAS = {"pallas_triton": pallas_triton, "pallas_mosaic": pallas_mosaic}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What ``auto`` stands for.
+
+    Attributes:
+      name: a key of ``IMPLEMENTATIONS``.
+      reason: one sentence, to be shown to a person.
+    """
+
+    name: str
+    reason: str
 
 
 def paged_attention(
@@ -48,6 +68,11 @@ def paged_attention(
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``, after the scale; None is off.
       implementation: a name in ``IMPLEMENTATIONS``, or ``auto`` (see :func:`choose`).
 
+    Under automatic sharding XLA can partition ``reference`` and ``xla``, but not a Pallas kernel: it would gather the
+    whole pool on every device. So inside ``jax.shard_map`` the mesh axis that splits the heads must be manual too:
+    call this with the local heads of queries and pages (K a multiple of the axis), each device's pool and page ids its
+    own, and ``check_vma=False``, since a Pallas kernel doesn't say over which axes its result varies.
+
     Returns:
       ``[B, H, h]`` in q's dtype; softmax and sums are in float32.
 
@@ -55,20 +80,51 @@ def paged_attention(
       ValueError: an unknown implementation, shapes that don't fit, or a case the named one can't do.
     """
     _check(q, k_pages, v_pages, page_table, lengths, window, soft_cap)
-    name = choose() if implementation == "auto" else implementation
-    if name not in IMPLEMENTATIONS:
+    device = target_device()
+    shape = q.dtype, q.shape[-1], k_pages.shape[1]
+    if implementation == "auto":
+        implementation = choose_for(device, *shape).name
+    if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"paged attention implementation {name!r} is unknown; choose one of auto, {', '.join(IMPLEMENTATIONS)}"
+            f"paged attention implementation {implementation!r} is unknown; choose one of auto, "
+            f"{', '.join(IMPLEMENTATIONS)}"
         )
+    if reason := why_not(implementation, device, *shape):
+        raise ValueError(f"paged attention {implementation!r} {reason}")
+    options = {"num_cores": device.num_cores} if implementation in _PALLAS else {}
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return IMPLEMENTATIONS[name](
-        q, k_pages, v_pages, page_table, lengths, scale=scale, window=window, soft_cap=soft_cap
+    return IMPLEMENTATIONS[implementation](
+        q, k_pages, v_pages, page_table, lengths, scale=scale, window=window, soft_cap=soft_cap, **options
     )
 
 
-def choose() -> str:
-    """The implementation that ``auto`` stands for: the XLA page gather, which every backend can run."""
-    return "xla"
+def choose(dtype=jnp.bfloat16, head_size: int = 128, page_size: int = 16) -> str:
+    """The implementation that ``auto`` stands for here and now: :func:`choose_for` the target device."""
+    return choose_for(target_device(), dtype, head_size, page_size).name
+
+
+def choose_for(device: Device, dtype, head_size: int, page_size: int) -> Choice:
+    """The implementation that ``auto`` stands for on a device, and why.
+
+    A rule, until there are measurements on devices: every NVIDIA GPU since Ampere gets ``pallas_triton``, Hopper
+    included, whose ``pallas_mosaic`` needs a page size and dtype of its liking and has to show first that it is
+    faster. All else gets ``xla``.
+    """
+    if device.platform != "gpu":
+        return Choice("xla", f"{device.platform}: the page gather by XLA; the kernels are for NVIDIA GPUs")
+    if reason := why_not("pallas_triton", device, dtype, head_size, page_size):
+        return Choice("xla", f"{device.kind}: 'pallas_triton' {reason.partition('; choose')[0]}")
+    chosen = f"{device.kind}: NVIDIA GPU since Ampere, by rule and not yet by measurement"
+    if why_not("pallas_mosaic", device, dtype, head_size, page_size) is None:
+        chosen += "; 'pallas_mosaic' can run too"
+    return Choice("pallas_triton", chosen)
+
+
+def why_not(name: str, device: Device, dtype, head_size: int, page_size: int) -> str | None:
+    """Why an implementation can't run on a device, and what to choose instead; None when it can."""
+    if name not in _PALLAS:
+        return None
+    return _PALLAS[name].why_not(device, dtype, head_size, page_size)
 
 
 def _check(q, k_pages, v_pages, page_table, lengths, window, soft_cap) -> None:

@@ -6,8 +6,6 @@ to the 64 rows that it takes. Entries that may not be seen get weight 0, and the
 memory, since whatever lies in an unwritten page is copied with the rest and 0 * NaN would leak.
 """
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -21,6 +19,7 @@ BLOCK_TOKENS = 64
 _ROWS = 64  # of a wgmma
 _TILE_ROWS = 8  # of a swizzled tile of shared memory; copies are whole tiles
 _STAGES = 2
+_PROGRAMS_PER_CORE = 2  # what registers and shared memory of an H200 hold of it at head size 128
 
 
 def why_not(device: Device, dtype, head_size: int, page_size: int) -> str | None:
@@ -110,7 +109,10 @@ def paged_attention(
         max_tokens = min(max_tokens, window + BLOCK_TOKENS)
     if num_splits is None:
         num_splits = splits.choose_num_splits(
-            num_programs=batch * num_kv_heads, max_tokens=max_tokens, num_cores=num_cores
+            num_programs=batch * num_kv_heads,
+            max_tokens=max_tokens,
+            programs_per_core=_PROGRAMS_PER_CORE,
+            num_cores=num_cores,
         )
     call, stored_rows = _kernel_call(
         q.dtype,
@@ -159,7 +161,10 @@ def _kernel_call(
     interpret,
 ):
     """The kernel for these shapes, and the number of rows per group that its queries and outputs have."""
-    from jax.experimental.pallas import mosaic_gpu
+    try:
+        from jax.experimental.pallas import mosaic_gpu
+    except ImportError as error:  # absl-py, on jax 0.10
+        raise ValueError(f"paged attention 'pallas_mosaic' needs what Mosaic GPU imports: {error}") from error
 
     layout = mosaic_gpu.Layout.WGMMA
     row_layout = layout.reduce(1)
@@ -207,14 +212,20 @@ def _kernel_call(
 
         def attend(q_smem, k_smem, v_smem, weights_smem):
             def fetch(index, slot):
+                sources = []
                 for copy in range(copies):
                     position = first + index * BLOCK_TOKENS + copy * unit
                     # A block's copies beyond the last token repeat the last page: any page will do, they are masked.
                     position = jnp.minimum(position, lax.div(last - 1, jnp.int32(unit)) * unit)
                     page = table_ref[row, lax.div(position, jnp.int32(page_size))]
-                    source = page, pl.ds(lax.rem(position, jnp.int32(page_size)), unit), head
+                    sources.append((page, pl.ds(lax.rem(position, jnp.int32(page_size)), unit), head))
+                # A copy first waits for the whole warpgroup (a barrier that Pallas adds by itself), so nobody still
+                # reads the block whose place is filled.
+                for copy, source in enumerate(sources):
                     target = slot, pl.ds(copy * unit, unit)
                     mosaic_gpu.copy_gmem_to_smem(k_ref.at[source], k_smem.at[target], key_barriers.at[slot])
+                for copy, source in enumerate(sources):
+                    target = slot, pl.ds(copy * unit, unit)
                     mosaic_gpu.copy_gmem_to_smem(v_ref.at[source], v_smem.at[target], value_barriers.at[slot])
 
             # Rows beyond the group stay what they are: no row of a product depends on another.
@@ -231,12 +242,15 @@ def _kernel_call(
                 accumulator, largest, total = carry
                 slot = lax.rem(index, jnp.int32(_STAGES))
                 start = first + index * BLOCK_TOKENS
+
+                @pl.when(index + (_STAGES - 1) < num_blocks)
+                def _():
+                    ahead = index + (_STAGES - 1)
+                    fetch(ahead, lax.rem(ahead, jnp.int32(_STAGES)))
+
                 mosaic_gpu.barrier_wait(key_barriers.at[slot])
                 scores = product(BLOCK_TOKENS, q_smem, k_smem.at[slot].transpose((1, 0)))
-                if soft_cap is None:
-                    scores = scores * scale
-                else:
-                    scores = soft_cap * jnp.tanh(scores * (scale / soft_cap))
+                scores = scores * scale if soft_cap is None else soft_cap * jnp.tanh(scores * (scale / soft_cap))
                 position = start + mosaic_gpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=layout)
                 scores = jnp.where((position < last) & (position >= begin), scores, splits.EMPTY)
                 new_largest = jnp.maximum(largest, jnp.max(scores, axis=1))
@@ -254,14 +268,7 @@ def _kernel_call(
                     values = v_smem[slot]
                     v_smem[slot] = jnp.where((place < last) & (place >= begin), values, jnp.zeros_like(values))
 
-                # Also the point where the whole warpgroup has done with the block before, whose place is now filled.
-                mosaic_gpu.commit_smem()
-
-                @pl.when(index + (_STAGES - 1) < num_blocks)
-                def _():
-                    ahead = index + (_STAGES - 1)
-                    fetch(ahead, lax.rem(ahead, jnp.int32(_STAGES)))
-
+                mosaic_gpu.commit_smem()  # weights and zeroed values are written before the product reads them
                 accumulator = accumulator * over_columns(shrink, head_size)
                 return accumulator + product(head_size, weights_smem, v_smem.at[slot]), new_largest, total
 

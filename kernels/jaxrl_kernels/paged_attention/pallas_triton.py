@@ -19,6 +19,7 @@ from jaxrl_kernels.paged_attention import splits
 
 DTYPES = ("float32", "bfloat16", "float16")
 _LOG2_E = math.log2(math.e)  # the kernel works in powers of two, which the hardware has an instruction for
+_PROGRAMS_PER_CORE = 4  # what registers and shared memory of an H200 hold of it at head size 128
 _MIN_TILE = 16  # the shortest side that a matrix instruction takes
 
 
@@ -56,8 +57,8 @@ def paged_attention(
     soft_cap,
     num_splits: int | None = None,
     block_tokens: int | None = None,
-    num_warps: int = 4,
-    num_stages: int = 3,
+    num_warps: int | None = None,
+    num_stages: int = 4,
     num_cores: int | None = None,
     interpret: bool = False,
 ):
@@ -66,7 +67,8 @@ def paged_attention(
     Args:
       num_splits: parts per sequence; None is `splits.choose_num_splits`.
       block_tokens: tokens read at a time, a power of two of at least 16; None is 64, or 32 in float32.
-      num_warps, num_stages: Triton's threads per program / 32, and depth of its pipeline of loads.
+      num_warps: threads per program / 32; None is 4, or 8 for heads of 512 bytes and more.
+      num_stages: depth of Triton's pipeline, which loads the page ids, then the pages, then computes.
       num_cores: streaming multiprocessors of the device; used for ``num_splits`` only.
       interpret: runs the kernel's operations one by one on any backend, slowly: for tests.
     """
@@ -86,12 +88,17 @@ def paged_attention(
         block_tokens = 32 if q.dtype == jnp.float32 else 64
     if block_tokens < _MIN_TILE or block_tokens & (block_tokens - 1):
         raise ValueError(f"block_tokens must be a power of two and at least {_MIN_TILE}, not {block_tokens}")
+    if num_warps is None:
+        num_warps = 8 if head_size * q.dtype.itemsize >= 512 else 4
     max_tokens = page_table.shape[1] * page_size
     if window is not None:
         max_tokens = min(max_tokens, window + block_tokens)
     if num_splits is None:
         num_splits = splits.choose_num_splits(
-            num_programs=batch * num_kv_heads, max_tokens=max_tokens, num_cores=num_cores
+            num_programs=batch * num_kv_heads,
+            max_tokens=max_tokens,
+            programs_per_core=_PROGRAMS_PER_CORE,
+            num_cores=num_cores,
         )
     kernel = functools.partial(
         _kernel,
@@ -200,7 +207,9 @@ def _kernel(
             shape = block_tokens, size
             columns = jnp.broadcast_to(start + jnp.arange(size)[None, :], shape)
             # Indices are all whole tiles: the interpreter can't mask a load that mixes them with slices.
-            place = ref.at[jnp.broadcast_to(page[:, None], shape), jnp.broadcast_to(offset[:, None], shape), head, columns]
+            place = ref.at[
+                jnp.broadcast_to(page[:, None], shape), jnp.broadcast_to(offset[:, None], shape), head, columns
+            ]
             return triton.load(place, mask=jnp.broadcast_to(seen[:, None], shape), other=0.0)
 
         scores = jnp.zeros((tile_rows, block_tokens), jnp.float32)

@@ -15,15 +15,16 @@ _TOKENS_PER_SPLIT = 256  # a part shorter than this spends more on its start and
 _MAX_SPLITS = 64
 
 
-def choose_num_splits(*, num_programs: int, max_tokens: int, num_cores: int | None) -> int:
-    """Parts per row so that a small batch still fills the chip: about two programs for each core.
+def choose_num_splits(*, num_programs: int, max_tokens: int, programs_per_core: int, num_cores: int | None) -> int:
+    """Parts per row so that a small batch still fills the chip.
 
     Args:
       num_programs: programs without a split, sequences times key/value heads.
       max_tokens: most tokens that a row can read.
+      programs_per_core: programs of the kernel that a core runs at once.
       num_cores: streaming multiprocessors; None counts 132 (an H100's or H200's).
     """
-    wanted = -(-2 * (num_cores or 132) // max(num_programs, 1))
+    wanted = -(-programs_per_core * (num_cores or 132) // max(num_programs, 1))
     useful = -(-max_tokens // _TOKENS_PER_SPLIT)
     return max(1, min(wanted, useful, _MAX_SPLITS))
 
