@@ -133,7 +133,7 @@ def compile(function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = N
         arguments = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), arguments
         )
-    with jax.set_mesh(mesh):  # Pallas asks the mesh in context for the kind of GPU
+    with _without_persistent_cache(), jax.set_mesh(mesh):  # Pallas asks the mesh in context for the kind of GPU
         # A jitted function is not jitted again: its donations would be lost.
         lowered = (function if hasattr(function, "lower") else jax.jit(function)).lower(*arguments)
         compiled = lowered.compile()
@@ -145,6 +145,21 @@ def compile(function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = N
         temporary_bytes=memory.temp_size_in_bytes,
         kernels=kernel_targets(lowered.as_text()),
     )
+
+
+@contextlib.contextmanager
+def _without_persistent_cache() -> Iterator[None]:
+    """jax would store what it can't load again: a program for a device that is not there."""
+    from jax.experimental.compilation_cache import compilation_cache
+
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it asks for the flag only once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
 
 
 def kernel_targets(text: str) -> tuple[str, ...]:

@@ -68,10 +68,11 @@ def paged_attention(
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``, after the scale; None is off.
       implementation: a name in ``IMPLEMENTATIONS``, or ``auto`` (see :func:`choose`).
 
-    Under automatic sharding XLA can partition ``reference`` and ``xla``, but not a Pallas kernel: it would gather the
-    whole pool on every device. So inside ``jax.shard_map`` the mesh axis that splits the heads must be manual too:
-    call this with the local heads of queries and pages (K a multiple of the axis), each device's pool and page ids its
-    own, and ``check_vma=False``, since a Pallas kernel doesn't say over which axes its result varies.
+    On a mesh XLA partitions ``reference`` and ``xla`` by itself, but not a Pallas kernel: it would gather the whole
+    pool on every device. So every axis of more than one device must be manual: call this inside ``jax.shard_map`` over
+    all of them, the one that splits the heads included, with the local heads of queries and pages (K a multiple of
+    that axis), page ids of the local pool, and ``check_vma=False``, since a Pallas kernel doesn't say over which axes
+    its result varies. Elsewhere a Pallas kernel by name is an error, and ``auto`` is ``xla``.
 
     Returns:
       ``[B, H, h]`` in q's dtype; softmax and sums are in float32.
@@ -81,15 +82,15 @@ def paged_attention(
     """
     _check(q, k_pages, v_pages, page_table, lengths, window, soft_cap)
     device = target_device()
-    shape = q.dtype, q.shape[-1], k_pages.shape[1]
+    traits = q.dtype, q.shape[-1], k_pages.shape[1], _automatic_axes()
     if implementation == "auto":
-        implementation = choose_for(device, *shape).name
+        implementation = choose_for(device, *traits).name
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"paged attention implementation {implementation!r} is unknown; choose one of auto, "
             f"{', '.join(IMPLEMENTATIONS)}"
         )
-    if reason := why_not(implementation, device, *shape):
+    if reason := why_not(implementation, device, *traits):
         raise ValueError(f"paged attention {implementation!r} {reason}")
     options = {"num_cores": device.num_cores} if implementation in _PALLAS else {}
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -99,32 +100,55 @@ def paged_attention(
 
 
 def choose(dtype=jnp.bfloat16, head_size: int = 128, page_size: int = 16) -> str:
-    """The implementation that ``auto`` stands for here and now: :func:`choose_for` the target device."""
-    return choose_for(target_device(), dtype, head_size, page_size).name
+    """The implementation that ``auto`` stands for here and now: :func:`choose_for` the target device and mesh."""
+    return choose_for(target_device(), dtype, head_size, page_size, _automatic_axes()).name
 
 
-def choose_for(device: Device, dtype, head_size: int, page_size: int) -> Choice:
+def choose_for(device: Device, dtype, head_size: int, page_size: int, automatic_axes: tuple[str, ...] = ()) -> Choice:
     """The implementation that ``auto`` stands for on a device, and why.
 
     A rule, until there are measurements on devices: every NVIDIA GPU since Ampere gets ``pallas_triton``, Hopper
     included, whose ``pallas_mosaic`` needs a page size and dtype of its liking and has to show first that it is
     faster. All else gets ``xla``.
+
+    Args:
+      automatic_axes: mesh axes of more than one device over which XLA partitions the program by itself.
     """
+    traits = device, dtype, head_size, page_size, automatic_axes
     if device.platform != "gpu":
         return Choice("xla", f"{device.platform}: the page gather by XLA; the kernels are for NVIDIA GPUs")
-    if reason := why_not("pallas_triton", device, dtype, head_size, page_size):
+    if reason := why_not("pallas_triton", *traits):
         return Choice("xla", f"{device.kind}: 'pallas_triton' {reason.partition('; choose')[0]}")
     chosen = f"{device.kind}: NVIDIA GPU since Ampere, by rule and not yet by measurement"
-    if why_not("pallas_mosaic", device, dtype, head_size, page_size) is None:
+    if why_not("pallas_mosaic", *traits) is None:
         chosen += "; 'pallas_mosaic' can run too"
     return Choice("pallas_triton", chosen)
 
 
-def why_not(name: str, device: Device, dtype, head_size: int, page_size: int) -> str | None:
+def why_not(
+    name: str, device: Device, dtype, head_size: int, page_size: int, automatic_axes: tuple[str, ...] = ()
+) -> str | None:
     """Why an implementation can't run on a device, and what to choose instead; None when it can."""
     if name not in _PALLAS:
         return None
-    return _PALLAS[name].why_not(device, dtype, head_size, page_size)
+    reason = _PALLAS[name].why_not(device, dtype, head_size, page_size)
+    if reason is None and automatic_axes:
+        reason = (
+            f"is not partitioned by XLA, and here it would have to be over the mesh axes {', '.join(automatic_axes)}: "
+            "make them manual by jax.shard_map; choose 'xla' otherwise"
+        )
+    return reason
+
+
+def _automatic_axes() -> tuple[str, ...]:
+    """Axes of the mesh in context that have more than one device and are not manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = jax.sharding.AxisType.Manual
+    return tuple(
+        str(name)
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        if size > 1 and kind != manual
+    )
 
 
 def _check(q, k_pages, v_pages, page_table, lengths, window, soft_cap) -> None:

@@ -205,12 +205,10 @@ def _kernel(
 
         def load(ref, start, size):  # [block_tokens, size]; what is not seen is not read, whatever it holds
             shape = block_tokens, size
+            # Indices are whole tiles: the interpreter can't mask a load that mixes them with slices.
+            pages, offsets, mask = (jnp.broadcast_to(each[:, None], shape) for each in (page, offset, seen))
             columns = jnp.broadcast_to(start + jnp.arange(size)[None, :], shape)
-            # Indices are all whole tiles: the interpreter can't mask a load that mixes them with slices.
-            place = ref.at[
-                jnp.broadcast_to(page[:, None], shape), jnp.broadcast_to(offset[:, None], shape), head, columns
-            ]
-            return triton.load(place, mask=jnp.broadcast_to(seen[:, None], shape), other=0.0)
+            return triton.load(ref.at[pages, offsets, head, columns], mask=mask, other=0.0)
 
         scores = jnp.zeros((tile_rows, block_tokens), jnp.float32)
         for (start, size), query in zip(chunks, queries, strict=True):
