@@ -45,7 +45,7 @@ def target_device() -> Device:
     a mesh it is jax's default device, which starts the backend.
     """
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    default = jax.config.jax_default_device
+    default = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(default, str):
         default = jax.devices(default)[0]
     if default is None:
@@ -66,7 +66,7 @@ def capability_of_kind(kind: str) -> tuple[int, int] | None:
     return None
 
 
-def _of_device(device: jax.Device) -> Device:
+def _of_device(device) -> Device:
     match = re.fullmatch(r"(\d+)\.(\d+)", str(getattr(device, "compute_capability", "")))  # AMD's is such as gfx942
     capability = (int(match[1]), int(match[2])) if match else None
     num_cores = getattr(device, "core_count", None)

@@ -137,9 +137,11 @@ def compile(function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = N
         # A jitted function is not jitted again: its donations would be lost.
         lowered = (function if hasattr(function, "lower") else jax.jit(function)).lower(*arguments)
         compiled = lowered.compile()
-    memory = compiled.memory_analysis()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    if memory is None or text is None:
+        raise RuntimeError("the compiler gave no text or no memory analysis of the program")
     return Report(
-        text=compiled.as_text(),
+        text=text,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
@@ -152,7 +154,7 @@ def _without_persistent_cache() -> Iterator[None]:
     """jax would store what it can't load again: a program for a device that is not there."""
     from jax.experimental.compilation_cache import compilation_cache
 
-    enabled = jax.config.jax_enable_compilation_cache
+    enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it asks for the flag only once
     try:

@@ -54,6 +54,7 @@ def test_rule_of_auto(device, dtype, head_size, expected, reason):
     ids=lambda value: getattr(value, "kind", str(value)),
 )
 def test_why_not(name, device, message):
+    """Caught: Blackwell let through to wgmma; Turing let through to Triton."""
     assert message in api.why_not(name, device, "bfloat16", 128, 16)
     assert api.why_not("xla", device, "bfloat16", 128, 16) is None
 

@@ -62,8 +62,8 @@ def interpret_parameters():
         )
     from jax.experimental.pallas import mosaic_gpu
 
-    if hasattr(mosaic_gpu, "InterpretGPUParams"):
-        return mosaic_gpu.InterpretGPUParams()
+    if public := getattr(mosaic_gpu, "InterpretGPUParams", None):
+        return public()
     from jax._src.pallas.mosaic_gpu.interpret import params  # 0.11 has no public name for it
 
     return params.InterpretGPUParams()
@@ -101,9 +101,12 @@ def paged_attention(
         )
     group = num_heads // num_kv_heads
     if group > _ROWS:
-        raise ValueError(f"paged attention 'pallas_mosaic' takes up to {_ROWS} query heads per key/value head")
-    if batch == 0:
-        return q
+        raise ValueError(
+            f"paged attention 'pallas_mosaic' takes up to {_ROWS} query heads per key/value head, not {group}; "
+            "choose 'pallas_triton'"
+        )
+    if batch == 0 or page_table.shape[1] == 0:
+        return jnp.zeros_like(q)
     max_tokens = page_table.shape[1] * page_size
     if window is not None:
         max_tokens = min(max_tokens, window + BLOCK_TOKENS)
@@ -121,7 +124,6 @@ def paged_attention(
         group=group,
         head_size=head_size,
         page_size=page_size,
-        num_columns=page_table.shape[1],
         num_splits=num_splits,
         scale=float(scale),
         window=window,
@@ -130,7 +132,7 @@ def paged_attention(
     )
     grouped = q.reshape(batch, num_kv_heads, group, head_size)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, stored_rows - group), (0, 0)))
-    outputs, log_sums = call(grouped, k_pages, v_pages, page_table, lengths)
+    outputs, log_sums = call(grouped, k_pages, v_pages, page_table.astype(jnp.int32), lengths.astype(jnp.int32))
     outputs, log_sums = outputs[:, :, :, :group], log_sums[:, :, :, :group]
     out = outputs[0] if num_splits == 1 else splits.combine(outputs, log_sums)
     return out.reshape(q.shape).astype(q.dtype)
@@ -153,7 +155,6 @@ def _kernel_call(
     group,
     head_size,
     page_size,
-    num_columns,
     num_splits,
     scale,
     window,
@@ -190,7 +191,7 @@ def _kernel_call(
             mosaic_gpu.wgmma(accumulator, left, right)
             return accumulator[...]  # waits
 
-        return pl.run_scoped(run, mosaic_gpu.ACC((_ROWS, num_columns), jnp.float32))
+        return pl.run_scoped(run, mosaic_gpu.WGMMAAccumulatorRef((_ROWS, num_columns), jnp.float32))
 
     def kernel(
         q_ref,  # [B, K, stored_rows, h]

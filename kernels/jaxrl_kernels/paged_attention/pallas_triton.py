@@ -81,8 +81,8 @@ def paged_attention(
             f"paged attention 'pallas_triton' takes one dtype, not {q.dtype} queries and "
             f"{k_pages.dtype}, {v_pages.dtype} pages; choose 'xla' or cast the queries"
         )
-    if batch == 0:
-        return q
+    if batch == 0 or page_table.shape[1] == 0:
+        return jnp.zeros_like(q)
     group = num_heads // num_kv_heads
     if block_tokens is None:
         block_tokens = 32 if q.dtype == jnp.float32 else 64
@@ -137,7 +137,13 @@ def paged_attention(
         compiler_params=_compiler_params(num_warps, num_stages),
         interpret=interpret,
         name="paged_attention_decode",
-    )(q.reshape(batch, num_kv_heads, group, head_size), k_pages, v_pages, page_table, lengths)
+    )(
+        q.reshape(batch, num_kv_heads, group, head_size),
+        k_pages,
+        v_pages,
+        page_table.astype(jnp.int32),
+        lengths.astype(jnp.int32),
+    )
     out = outputs[0] if num_splits == 1 else splits.combine(outputs, log_sums)
     return out.reshape(q.shape).astype(q.dtype)
 
