@@ -5,21 +5,41 @@ H query heads, K key/value heads (H a multiple of K; query head i reads key/valu
 h head size, P pages in the pool, S tokens in a page, M columns of the page table.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_kernels.paged_attention import reference, xla
+from jaxrl_kernels.device import Device, target_device
+from jaxrl_kernels.paged_attention import pallas_mosaic, pallas_triton, reference, xla
 
 Implementation = Callable[..., jax.Array]
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
+    "pallas_triton": pallas_triton.paged_attention,
+    "pallas_mosaic": pallas_mosaic.paged_attention,
 }
 """Every implementation by name. Each takes the arguments of :func:`paged_attention` after its checks, with
-``scale`` filled in, and raises ValueError for a shape or dtype that it can't do: none falls back to another."""
+``scale`` filled in, and raises ValueError for a shape or dtype that it can't do: none falls back to another.
+Those of Pallas also take ``interpret=True``, which runs them on any backend, slowly."""
+
+_PALLAS = {"pallas_triton": pallas_triton, "pallas_mosaic": pallas_mosaic}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What ``auto`` stands for.
+
+    Attributes:
+      name: a key of ``IMPLEMENTATIONS``.
+      reason: one sentence, to be shown to a person.
+    """
+
+    name: str
+    reason: str
 
 
 def paged_attention(
@@ -48,6 +68,12 @@ def paged_attention(
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``, after the scale; None is off.
       implementation: a name in ``IMPLEMENTATIONS``, or ``auto`` (see :func:`choose`).
 
+    On a mesh XLA partitions ``reference`` and ``xla`` by itself, but not a Pallas kernel: it would gather the whole
+    pool on every device. So every axis of more than one device must be manual: call this inside ``jax.shard_map`` over
+    all of them, the one that splits the heads included, with the local heads of queries and pages (K a multiple of
+    that axis), page ids of the local pool, and ``check_vma=False``, since a Pallas kernel doesn't say over which axes
+    its result varies. Elsewhere a Pallas kernel by name is an error, and ``auto`` is ``xla``.
+
     Returns:
       ``[B, H, h]`` in q's dtype; softmax and sums are in float32.
 
@@ -55,20 +81,74 @@ def paged_attention(
       ValueError: an unknown implementation, shapes that don't fit, or a case the named one can't do.
     """
     _check(q, k_pages, v_pages, page_table, lengths, window, soft_cap)
-    name = choose() if implementation == "auto" else implementation
-    if name not in IMPLEMENTATIONS:
+    device = target_device()
+    traits = q.dtype, q.shape[-1], k_pages.shape[1], _automatic_axes()
+    if implementation == "auto":
+        implementation = choose_for(device, *traits).name
+    if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"paged attention implementation {name!r} is unknown; choose one of auto, {', '.join(IMPLEMENTATIONS)}"
+            f"paged attention implementation {implementation!r} is unknown; choose one of auto, "
+            f"{', '.join(IMPLEMENTATIONS)}"
         )
+    if reason := why_not(implementation, device, *traits):
+        raise ValueError(f"paged attention {implementation!r} {reason}")
+    options = {"num_cores": device.num_cores} if implementation in _PALLAS else {}
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return IMPLEMENTATIONS[name](
-        q, k_pages, v_pages, page_table, lengths, scale=scale, window=window, soft_cap=soft_cap
+    return IMPLEMENTATIONS[implementation](
+        q, k_pages, v_pages, page_table, lengths, scale=scale, window=window, soft_cap=soft_cap, **options
     )
 
 
-def choose() -> str:
-    """The implementation that ``auto`` stands for: the XLA page gather, which every backend can run."""
-    return "xla"
+def choose(dtype=jnp.bfloat16, head_size: int = 128, page_size: int = 16) -> str:
+    """The implementation that ``auto`` stands for here and now: :func:`choose_for` the target device and mesh."""
+    return choose_for(target_device(), dtype, head_size, page_size, _automatic_axes()).name
+
+
+def choose_for(device: Device, dtype, head_size: int, page_size: int, automatic_axes: tuple[str, ...] = ()) -> Choice:
+    """The implementation that ``auto`` stands for on a device, and why.
+
+    A rule, until there are measurements on devices: every NVIDIA GPU since Ampere gets ``pallas_triton``, Hopper
+    included, whose ``pallas_mosaic`` needs a page size and dtype of its liking and has to show first that it is
+    faster. All else gets ``xla``.
+
+    Args:
+      automatic_axes: mesh axes of more than one device over which XLA partitions the program by itself.
+    """
+    traits = device, dtype, head_size, page_size, automatic_axes
+    if device.platform != "gpu":
+        return Choice("xla", f"{device.platform}: the page gather by XLA; the kernels are for NVIDIA GPUs")
+    if reason := why_not("pallas_triton", *traits):
+        return Choice("xla", f"{device.kind}: 'pallas_triton' {reason.partition('; choose')[0]}")
+    chosen = f"{device.kind}: NVIDIA GPU since Ampere, by rule and not yet by measurement"
+    if why_not("pallas_mosaic", *traits) is None:
+        chosen += "; 'pallas_mosaic' can run too"
+    return Choice("pallas_triton", chosen)
+
+
+def why_not(
+    name: str, device: Device, dtype, head_size: int, page_size: int, automatic_axes: tuple[str, ...] = ()
+) -> str | None:
+    """Why an implementation can't run on a device, and what to choose instead; None when it can."""
+    if name not in _PALLAS:
+        return None
+    reason = _PALLAS[name].why_not(device, dtype, head_size, page_size)
+    if reason is None and automatic_axes:
+        reason = (
+            f"is not partitioned by XLA, and here it would have to be over the mesh axes {', '.join(automatic_axes)}: "
+            "make them manual by jax.shard_map; choose 'xla' otherwise"
+        )
+    return reason
+
+
+def _automatic_axes() -> tuple[str, ...]:
+    """Axes of the mesh in context that have more than one device and are not manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = jax.sharding.AxisType.Manual
+    return tuple(
+        str(name)
+        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
+        if size > 1 and kind != manual
+    )
 
 
 def _check(q, k_pages, v_pages, page_table, lengths, window, soft_cap) -> None:

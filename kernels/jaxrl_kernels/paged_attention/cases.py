@@ -51,7 +51,8 @@ CASES = (
 def inputs(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
     """q, k_pages, v_pages, page_table and lengths of a case, pages scattered and everything unused NaN.
 
-    Every entry of the pool that no sequence may see is NaN, so an implementation that reads one shows it.
+    Every entry of the pool that no sequence may see is NaN, those before its window included, so an implementation
+    that reads one shows it.
     """
     import ml_dtypes  # comes with jax
 
@@ -68,7 +69,8 @@ def inputs(case: Case, seed: int = 0) -> dict[str, np.ndarray]:
     for row, (count, length) in enumerate(zip(counts, case.lengths, strict=True)):
         table[row, :count] = order[used : used + count]
         used += count
-        for position in range(length):
+        first = 0 if case.window is None else max(0, length - case.window)
+        for position in range(first, length):
             where = table[row, position // case.page_size], position % case.page_size
             for pool in pools:
                 pool[where] = random.standard_normal(shape[2:])
