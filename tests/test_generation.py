@@ -35,7 +35,7 @@ def test_completions_of_a_model_by_its_path():
 def test_bad_arguments_are_named():
     with pytest.raises(UserError, match="no prompt"):
         jaxrl_llm.generate("builtin:tiny_addition", [])
-    with pytest.raises(UserError, match="Did you mean 'temperature'"):
+    with pytest.raises(UserError, match=r"Did you mean 'rollout\.temperature'"):
         jaxrl_llm.generate("builtin:tiny_addition", PROMPTS, max_new_tokens=4, options={"rollout.temperatur": 1.0})
     with pytest.raises(UserError, match="context"):
         jaxrl_llm.generate("builtin:tiny_addition", PROMPTS, max_new_tokens=100_000)
