@@ -265,8 +265,12 @@ class EvalConfig:
 class ChecksConfig:
     """Largest allowed |sampler_logprobs - old_logprobs| of the sampled tokens; a run beyond it stops."""
 
-    logprob_diff_mean: float = option(-1.0, "Of the mean; -1: 1e-4 in float32, 1e-2 in bfloat16.", low=-1.0)
-    logprob_diff_max: float = option(-1.0, "Of the largest; -1: 1e-2 in float32, none in bfloat16.", low=-1.0)
+    logprob_diff_mean: float = option(
+        -1.0, "Of the mean; -1: 1e-4 in float32, 1e-2 in bfloat16.", low=-1.0, infinite=True
+    )
+    logprob_diff_max: float = option(
+        -1.0, "Of the largest; -1: 1e-2 in float32, none in bfloat16.", low=-1.0, infinite=True
+    )
 
     def bounds(self, compute_dtype: str) -> tuple[float, float]:
         """The bounds (mean, maximum) for a run that computes in ``float32`` or ``bfloat16``."""
@@ -464,8 +468,10 @@ def load(path: str | os.PathLike[str]) -> RunConfig:
         values = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"There is no saved configuration at {path}.") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"The saved configuration {path} is not JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"The saved configuration {path} is a JSON {type(values).__name__}, not a group of options.")
     return resolve(values)
 
 
