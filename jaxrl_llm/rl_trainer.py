@@ -124,4 +124,6 @@ def _set(config: dict[str, Any], name: str, value: Any) -> None:
     *parents, last = name.split(".")
     for parent in parents:
         config = config.setdefault(parent, {})
+        if not isinstance(config, dict):
+            raise UserError(f"options[{name!r}]: {parent} is a single value, not a group of options.")
     config[last] = value

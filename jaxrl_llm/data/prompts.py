@@ -62,17 +62,23 @@ def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], templated: Sequence[bool]
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    templated: Sequence[bool],
+    where: Sequence[str] | None = None,
 ) -> list[np.ndarray]:
     """Token ids ``[t]`` int32 of each text, with exactly one BOS where the tokenizer uses one.
 
     A templated text holds all its special tokens already, BOS included if the model wants one there, so nothing
     is added. Plain text gets the BOS that the encoder would add, unless it is written in the text; an EOS that
-    the encoder would add is left out, since the text is to be continued.
+    the encoder would add is left out, since the text is to be continued. ``where`` names each text in errors.
+
+    Raises:
+      UserError: the tokenizer has no token for a part of a text.
     """
     if not texts:
         return []
-    encoded = tokenizer(list(texts), add_special_tokens=False).input_ids
+    encoded = _encode(tokenizer, list(texts), where)
     bos = [tokenizer.bos_token_id] if _adds_bos(tokenizer) else []
     return [
         np.asarray(ids if is_templated or ids[:1] == bos else bos + ids, np.int32)
@@ -80,17 +86,33 @@ def encode_prompts(
     ]
 
 
-def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
-    """Token ids ``[t]`` int32 of a completion to imitate, ended by EOS.
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], where: Sequence[str] | None) -> list[list[int]]:
+    try:
+        return tokenizer(texts, add_special_tokens=False).input_ids
+    except Exception as error:  # of the tokenizers library: no unknown token, text that is no Unicode
+        if len(texts) > 1:  # which one is it?
+            return [
+                _encode(tokenizer, [text], None if where is None else [where[index]])[0]
+                for index, text in enumerate(texts)
+            ]
+        name = "The text" if where is None else f"{where[0]}: the text"
+        raise UserError(
+            f"{name} {texts[0][:80]!r} can't be encoded by the tokenizer: {error}. Remove the characters that it does "
+            "not know, or set tokenizer.path to another tokenizer."
+        ) from error
+
+
+def encode_response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "A completion") -> np.ndarray:
+    """Token ids ``[t]`` int32 of a completion to imitate, ended by EOS. ``where`` names it in errors.
 
     Raises:
-      UserError: the tokenizer has no EOS token.
+      UserError: the tokenizer has no EOS token, or no token for a part of the text.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(
             "The tokenizer has no EOS token, so completions have no end. Set tokenizer.path to one with it."
         )
-    return np.asarray([*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id], np.int32)
+    return np.asarray([*_encode(tokenizer, [text], [where])[0], tokenizer.eos_token_id], np.int32)
 
 
 def truncate(prompt_ids: np.ndarray, limit: int, side: str, bos_token_id: int | None) -> np.ndarray:
