@@ -8,7 +8,6 @@ Python, is ended by the kernel's alarm.
 from __future__ import annotations
 
 import base64
-import math
 import os
 import pickle
 import resource
@@ -22,6 +21,7 @@ from typing import Any
 from jaxrl_llm.rewards.calling import Call, as_score, bind, find_function
 from jaxrl_llm.rewards.protocol import Decoder, encode
 
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 MESSAGE_CHARACTERS = 500
 PARENT_POLL_S = 1.0
 
@@ -75,7 +75,7 @@ def _load(rewards: list[dict[str, Any]]) -> tuple[list[Call], str | None]:
             pickled = reward["pickle"]
             function = pickle.loads(base64.b64decode(pickled)) if pickled else find_function(reward["target"])
             calls.append(bind(function, reward["options"]))
-        except (Exception, SystemExit) as error:  # noqa: BLE001  whatever a user's module raises is reported
+        except BaseException as error:  # noqa: BLE001  whatever a user's module raises is reported
             return [], f"rewards.{reward['name']}: {_describe(error)}"
     return calls, None
 
@@ -84,10 +84,11 @@ def _score(call: Call, arguments: list[Any]) -> tuple[float | None, dict[str, fl
     """``(score, parts, failure)``: a number, None for "does not apply", or the reason of a failure."""
     try:
         score, parts = as_score(call(*arguments))
-    except (Exception, SystemExit) as error:  # noqa: BLE001  a sample's failure must not end the run
+    except BaseException as error:  # noqa: BLE001  a sample's failure must not end the run
         return None, {}, _describe(error)
-    if any(not math.isfinite(value) for value in [*parts.values(), *([] if score is None else [score])]):
-        return None, {}, f"returned {parts or score}, which is not finite"
+    # Scores are float32 from here on; beyond its range they would become infinite. NaN fails the comparison.
+    if not all(abs(value) <= FLOAT32_MAX for value in [*parts.values(), *([] if score is None else [score])]):
+        return None, {}, f"returned {parts or score}, which is not finite in float32"
     return score, parts, None
 
 

@@ -41,6 +41,10 @@ def hostile(completion: str) -> float | None:
         sys.exit(0)
     if completion == "raise":
         raise ZeroDivisionError("as told")
+    if completion == "interrupt":
+        raise KeyboardInterrupt
+    if completion == "beyond float32":
+        return 1e39
     if completion == "nan":
         return float("nan")
     if completion == "none":
@@ -105,14 +109,24 @@ def test_hanging_calls_are_killed_step_after_step():
 
 
 def test_failures_get_the_declared_score_and_are_counted():
-    """Seen to catch: scoring a NaN as it is, and None as a failure."""
+    """Seen to catch: scoring a NaN as it is, and None as a failure; a score that is infinite in float32; a
+    KeyboardInterrupt that ends the worker and is told as an exit code."""
     with runner(memory_bytes=1 << 30) as pool:
-        result = score(pool, ["die", "abc", "exit", "raise", "nan", "none", "print", "memory"])
-    np.testing.assert_array_equal(result.total, np.float32([-1, 3, -1, -1, -1, np.nan, 5, -1]))
+        words = ["die", "abc", "exit", "raise", "nan", "none", "print", "memory", "beyond float32", "interrupt"]
+        result = score(pool, words)
+    np.testing.assert_array_equal(result.total, np.float32([-1, 3, -1, -1, -1, np.nan, 5, -1, -1, -1]))
     np.testing.assert_array_equal(result.components["it"], result.total)
-    assert result.failures == 5
+    assert result.failures == 7
     messages = "\n".join(result.failure_messages)
-    for expected in ("exit code 0", "SystemExit", "ZeroDivisionError: as told", "not finite", "MemoryError"):
+    for expected in (
+        "exit code 0",
+        "SystemExit",
+        "ZeroDivisionError: as told",
+        "returned nan, which is not finite",
+        "MemoryError",
+        "returned 1e+39, which is not finite in float32",
+        "KeyboardInterrupt",
+    ):
         assert expected in messages
 
 
