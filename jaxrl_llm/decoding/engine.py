@@ -12,6 +12,7 @@ comes from the same program and prefill makes no logits.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -155,7 +156,24 @@ class Engine:
             if first.is_deleted() or first.dtype != dtype:
                 self._pools = None
         if self._pools is None:
+            self._check_memory(dtype)
             self._pools = self._pool_program(dtype)
+
+    def _check_memory(self, dtype: Any) -> None:
+        """Refuses pools larger than a device: XLA's error names no option, and on a CPU the process is just killed."""
+        config, rollout = self.decoder.config, self.rollout
+        tokens = self.num_pages * rollout.page_size
+        heads = config.num_kv_heads // self.mesh.shape["tensor"]
+        needed = 2 * config.num_layers * tokens * heads * config.head_size * jnp.dtype(dtype).itemsize
+        available = memory_bytes(self.mesh.local_devices[0])
+        if needed > available:
+            raise UserError(
+                f"The key/value cache needs {needed / 2**30:.3g} GiB on each device, which has "
+                f"{available / 2**30:.3g}: {self.num_pages} pages of rollout.page_size = {rollout.page_size} tokens "
+                f"(rollout.num_pages = {rollout.num_pages}; 0 is enough for rollout.num_slots = {rollout.num_slots} "
+                f"sequences of {self.context} tokens). Lower rollout.num_slots or rollout.num_pages, or the page size: "
+                "a page holds tokens of one sequence."
+            )
 
     def release(self) -> None:
         """Frees the KV pools; the next call allocates them again."""
@@ -182,6 +200,7 @@ class Engine:
         """
         start = time.perf_counter()
         samples = [self.intake.samples(index, request) for index, request in enumerate(requests)]
+        self._ensure_pools(gen_params)
         scheduler = Scheduler(
             num_replicas=self.num_replicas,
             num_slots=self.rollout.num_slots,
@@ -193,7 +212,6 @@ class Engine:
             if group:
                 scheduler.add(group)
         stats = self.stats = EngineStats()
-        self._ensure_pools(gen_params)
         total = scheduler.num_unfinished
         while scheduler.num_unfinished:
             plan = scheduler.schedule()
@@ -298,6 +316,14 @@ class Engine:
         num_rows, num_columns = self._buckets.rows[-1], self._buckets.columns[-1]
         packed = np.zeros((self.num_replicas * num_rows, rows.decode_width(num_columns)), np.int32)
         return self._decode_program.lower(gen_params, self._pools, self._put(packed)).compile().as_text()
+
+
+def memory_bytes(device: Any) -> int:
+    """What the device has in all; for a simulated one, its share of the machine's memory."""
+    statistics = device.memory_stats()
+    if statistics and "bytes_limit" in statistics:
+        return statistics["bytes_limit"]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
 
 
 def _checked_num_pages(rollout: RolloutConfig, context: int) -> int:
