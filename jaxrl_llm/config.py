@@ -199,7 +199,9 @@ class RewardRunnerConfig:
     """The worker processes that rewards run in."""
 
     num_workers: int = option(2, "Processes.", low=1)
-    timeout_s: float = option(10.0, "A sample that takes longer gets the failure score.", above=0.0, unit="s")
+    timeout_s: float = option(
+        10.0, "A sample that takes longer gets the failure score.", above=0.0, high=86400.0, unit="s"
+    )
     failure_score: float = option(0.0, "The score after an exception, a time-out, NaN or infinity.")
     on_all_failed: str = option("stop", "When every score of a step failed.", choices=("stop", "warn"))
     memory_bytes: int = option(

@@ -123,6 +123,7 @@ def test_an_int_is_a_float_and_stays_one_type():
         ("rollout__top_k", 2**31),
         ("num_steps", 10**30),
         ("reward_runner__memory_bytes", 2**63),
+        ("reward_runner__timeout_s", 1e10),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_what_is_allowed(path: str, value):

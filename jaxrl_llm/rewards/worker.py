@@ -96,7 +96,11 @@ def _describe(error: BaseException) -> str:
     """The error's type, text and place in one line."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:MESSAGE_CHARACTERS] + place
+    try:
+        text = str(error)
+    except Exception as nested:  # noqa: BLE001  an exception class of the user's
+        text = f"its text can't be had ({type(nested).__name__})"
+    return f"{type(error).__name__}: {text}"[:MESSAGE_CHARACTERS] + place
 
 
 if __name__ == "__main__":

@@ -43,6 +43,13 @@ def hostile(completion: str) -> float | None:
         raise ZeroDivisionError("as told")
     if completion == "interrupt":
         raise KeyboardInterrupt
+    if completion == "speechless":
+
+        class Speechless(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError
+
+        raise Speechless
     if completion == "beyond float32":
         return 1e39
     if completion == "nan":
@@ -112,11 +119,23 @@ def test_failures_get_the_declared_score_and_are_counted():
     """Seen to catch: scoring a NaN as it is, and None as a failure; a score that is infinite in float32; a
     KeyboardInterrupt that ends the worker and is told as an exit code."""
     with runner(memory_bytes=1 << 30) as pool:
-        words = ["die", "abc", "exit", "raise", "nan", "none", "print", "memory", "beyond float32", "interrupt"]
+        words = [
+            "die",
+            "abc",
+            "exit",
+            "raise",
+            "nan",
+            "none",
+            "print",
+            "memory",
+            "beyond float32",
+            "interrupt",
+            "speechless",
+        ]
         result = score(pool, words)
-    np.testing.assert_array_equal(result.total, np.float32([-1, 3, -1, -1, -1, np.nan, 5, -1, -1, -1]))
+    np.testing.assert_array_equal(result.total, np.float32([-1, 3, -1, -1, -1, np.nan, 5, -1, -1, -1, -1]))
     np.testing.assert_array_equal(result.components["it"], result.total)
-    assert result.failures == 7
+    assert result.failures == 8
     messages = "\n".join(result.failure_messages)
     for expected in (
         "exit code 0",
@@ -126,6 +145,7 @@ def test_failures_get_the_declared_score_and_are_counted():
         "MemoryError",
         "returned 1e+39, which is not finite in float32",
         "KeyboardInterrupt",
+        "Speechless: its text can't be had (RuntimeError)",
     ):
         assert expected in messages
 
