@@ -137,11 +137,13 @@ class Checkpoints:
     def _explained(self, step: int) -> Iterator[None]:
         try:
             yield
-        except (ValueError, KeyError, FileNotFoundError) as error:
+        except Exception as error:  # tensorstore tells a damaged file with errors of its own
+            others = [other for other in sorted(self._manager.all_steps()) if other != step]
+            older = f"delete its folder to go on from another ({', '.join(map(str, others))})" if others else ""
             raise UserError(
                 f"{self.directory / str(step)}: this checkpoint does not fit the run (another model, algorithm or "
                 f"optimizer, or a damaged file): {str(error).partition(chr(10))[0]} Use another --workdir, or the "
-                "configuration saved there (config.json)."
+                f"configuration saved there (config.json){'; if it is damaged, ' + older if older else ''}."
             ) from error
 
     def wait(self) -> None:

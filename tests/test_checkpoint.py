@@ -1,6 +1,7 @@
 """Checkpoints: as saved, the last ones and the best, and never named before they are complete."""
 
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -79,6 +80,22 @@ def test_a_checkpoint_that_does_not_fit_is_refused(checkpoints):
         checkpoints.restore({"policy": RoleState({"other": jnp.zeros(3)})})
     with pytest.raises(UserError, match="step 9"):
         checkpoints.restore(make_state(0.0), 9)
+
+
+@pytest.mark.parametrize("damage", [pathlib.Path.unlink, lambda file: file.write_bytes(b"")])
+def test_a_damaged_checkpoint_is_refused_with_the_way_on(checkpoints, damage):
+    """Caught: tensorstore's own error, pages of its specification, for a file of numbers that is cut or gone."""
+    for step in (1, 2):
+        checkpoints.save(step, make_state(step), {}, {})
+    checkpoints.wait()
+    numbers = [file for file in (checkpoints.directory / "2" / "state").rglob("d/*") if file.is_file()]
+    for file in numbers:
+        damage(file)
+    with pytest.raises(
+        UserError, match=r"2: this checkpoint .* damaged, delete its folder to go on from another \(1\)"
+    ):
+        checkpoints.restore(make_state(0.0))
+    assert checkpoints.restore(make_state(0.0), 1).step == 1
 
 
 def test_an_unfinished_save_is_not_a_checkpoint(tmp_path):
