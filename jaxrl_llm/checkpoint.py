@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from jaxrl_llm.config import CheckpointConfig
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunStopped, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +68,18 @@ class Checkpoints:
           metrics: of this step; the best metric is looked up here.
 
         Raises:
-          Exception: an earlier background save failed (orbax re-raises it here or in `wait`).
+          RunStopped: this save or an earlier one in the background failed (orbax re-raises it here or in `wait`).
         """
         if step in self._manager.all_steps():
             return  # the same step is the same state
         metric = self.config.best_metric
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)),
-            metrics={metric: metrics[metric]} if metric in metrics else None,
-            force=True,
-        )
+        with self._writing():
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)),
+                metrics={metric: metrics[metric]} if metric in metrics else None,
+                force=True,
+            )
 
     def latest_step(self) -> int | None:
         """Steps done in the newest complete checkpoint; None if there is none."""
@@ -147,8 +148,26 @@ class Checkpoints:
             ) from error
 
     def wait(self) -> None:
-        """Blocks until every started save is complete; raises if one failed."""
-        self._manager.wait_until_finished()
+        """Blocks until every started save is complete.
+
+        Raises:
+          RunStopped: one failed.
+        """
+        with self._writing():
+            self._manager.wait_until_finished()
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # a full disk is an OSError here and tensorstore's ValueError there
+            complete = self.latest_step()
+            kept = "none is complete" if complete is None else f"the newest complete one is of step {complete}"
+            raise RunStopped(
+                f"A checkpoint can't be written to {self.directory}: {str(error).partition(chr(10))[0]} Nothing of it "
+                f"counts; {kept}. Make room on the disk (checkpoint.keep = {self.config.keep} are kept), then run the "
+                "same command again."
+            ) from error
 
     def close(self) -> None:
         self._manager.close()

@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import CheckpointConfig
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.update import RoleState
 
 
@@ -96,6 +96,22 @@ def test_a_damaged_checkpoint_is_refused_with_the_way_on(checkpoints, damage):
     ):
         checkpoints.restore(make_state(0.0))
     assert checkpoints.restore(make_state(0.0), 1).step == 1
+
+
+@pytest.mark.parametrize("call", ["save", "wait_until_finished"])
+def test_a_save_that_fails_stops_the_run_with_what_is_kept(checkpoints, monkeypatch, call):
+    """A full disk, as orbax tells it: at once or when it is asked the next time. Caught: pages of its own error."""
+    checkpoints.save(1, make_state(1.0), {}, {})
+    checkpoints.wait()
+
+    def fail(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device\nSource locations: …")
+
+    monkeypatch.setattr(checkpoints._manager, call, fail)
+    with pytest.raises(RunStopped, match=r"No space left on device Nothing .* newest complete one is of step 1.*room"):
+        checkpoints.save(2, make_state(2.0), {}, {})
+        checkpoints.wait()
+    monkeypatch.undo()
 
 
 def test_an_unfinished_save_is_not_a_checkpoint(tmp_path):

@@ -8,7 +8,9 @@ import math
 import pathlib
 
 import numpy as np
+import pytest
 
+from jaxrl_llm.errors import RunStopped
 from jaxrl_llm.observability.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricsLog, read_metrics
 from jaxrl_llm.observability.run_log import RunLog
 from jaxrl_llm.observability.samples import SamplesLog, read_samples
@@ -139,3 +141,12 @@ def test_any_text_comes_back(tmp_path: pathlib.Path):
     with SamplesLog(tmp_path) as log:
         log.write(1, dataclasses.replace(rollouts(), texts=[text, "b"]))
     assert [sample["completion"] for sample in read_samples(tmp_path)] == [text, "b"]
+
+
+def test_a_folder_that_cannot_be_written_to_stops_the_run(tmp_path: pathlib.Path):
+    """Caught: the bare OSError."""
+    (tmp_path / METRICS_FILE).mkdir()
+    log = RunLog(tmp_path)
+    with pytest.raises(RunStopped, match=r"The metrics of step 3 can't be written to .*: Is a directory"):
+        log.write(3, {"reward/mean": 0.1})
+    log.close()
