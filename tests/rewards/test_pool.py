@@ -43,6 +43,8 @@ def hostile(completion: str) -> float | None:
         raise ZeroDivisionError("as told")
     if completion == "interrupt":
         raise KeyboardInterrupt
+    if completion == "fork":
+        os.fork()  # and both go on
     if completion == "speechless":
 
         class Speechless(Exception):
@@ -148,6 +150,14 @@ def test_failures_get_the_declared_score_and_are_counted():
         "Speechless: its text can't be had (RuntimeError)",
     ):
         assert expected in messages
+
+
+def test_a_copy_that_a_reward_makes_of_its_process_is_not_heard():
+    """Caught: a score told twice, by the worker and by its fork, which ended the run with an IndexError."""
+    with runner(num_workers=1) as pool:
+        for _ in range(3):
+            result = score(pool, ["fork", "abc", "fork", "a"])
+            np.testing.assert_array_equal(result.total, np.float32([4, 3, 4, 1]))
 
 
 def test_order_does_not_depend_on_who_is_first():
