@@ -138,11 +138,13 @@ class Checkpoints:
     def _explained(self, step: int) -> Iterator[None]:
         try:
             yield
-        except (ValueError, KeyError, FileNotFoundError) as error:
+        except Exception as error:  # tensorstore tells a damaged file with errors of its own
+            others = [other for other in sorted(self._manager.all_steps()) if other != step]
+            older = f"delete its folder to go on from another ({', '.join(map(str, others))})" if others else ""
             raise UserError(
                 f"{self.directory / str(step)}: this checkpoint does not fit the run (another model, algorithm or "
                 f"optimizer, or a damaged file): {str(error).partition(chr(10))[0]} Use another --workdir, or the "
-                "configuration saved there (config.json)."
+                f"configuration saved there (config.json){'; if it is damaged, ' + older if older else ''}."
             ) from error
 
     @contextlib.contextmanager
@@ -151,11 +153,12 @@ class Checkpoints:
         try:
             yield
         except (ValueError, OSError) as error:  # tensorstore's errors are ValueErrors
-            complete = sorted(self._manager.all_steps())
+            complete = self.latest_step()
+            kept = "none is complete" if complete is None else f"the newest complete one is of step {complete}"
             raise RunStopped(
-                f"{self.directory}: a checkpoint could not be written: {str(error).partition(chr(10))[0]} Complete "
-                f"ones: {complete or 'none'}. Look at the free space of that disk and the rights to the folder; the "
-                "same command then goes on from the newest."
+                f"A checkpoint can't be written to {self.directory}: {str(error).partition(chr(10))[0]} Nothing of it "
+                f"counts; {kept}. Make room on the disk (checkpoint.keep = {self.config.keep} are kept) or look at the "
+                "rights to the folder, then run the same command again."
             ) from error
 
     def wait(self) -> None:

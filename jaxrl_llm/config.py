@@ -218,7 +218,9 @@ class RewardRunnerConfig:
     """The worker processes that rewards run in."""
 
     num_workers: int = option(2, "Processes.", low=1)
-    timeout_s: float = option(10.0, "A sample that takes longer gets the failure score.", above=0.0, unit="s")
+    timeout_s: float = option(
+        10.0, "A sample that takes longer gets the failure score.", above=0.0, high=86400.0, unit="s"
+    )
     failure_score: float = option(0.0, "The score after an exception, a time-out, NaN or infinity.")
     on_all_failed: str = option("stop", "When every score of a step failed.", choices=("stop", "warn"))
     memory_bytes: int = option(
@@ -285,10 +287,16 @@ class ChecksConfig:
     """Largest allowed |sampler_logprobs - old_logprobs| of the sampled tokens; a run beyond it stops."""
 
     logprob_diff_mean: float = option(
-        -1.0, "Of the mean; -1: 1e-4 in float32, 1e-2 in bfloat16, divided by a temperature below 1.", low=-1.0
+        -1.0,
+        "Of the mean; -1: 1e-4 in float32, 1e-2 in bfloat16, divided by a temperature below 1.",
+        low=-1.0,
+        infinite=True,
     )
     logprob_diff_max: float = option(
-        -1.0, "Of the largest; -1: 1e-2 in float32, divided by a temperature below 1, none in bfloat16.", low=-1.0
+        -1.0,
+        "Of the largest; -1: 1e-2 in float32, divided by a temperature below 1, none in bfloat16.",
+        low=-1.0,
+        infinite=True,
     )
 
     def bounds(self, compute_dtype: str, temperature: float = 1.0) -> tuple[float, float]:
@@ -494,8 +502,10 @@ def load(path: str | os.PathLike[str]) -> RunConfig:
         values = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"There is no saved configuration at {path}.") from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"The saved configuration {path} is not JSON: {error}.") from error
+    if not isinstance(values, dict):
+        raise UserError(f"The saved configuration {path} is a JSON {type(values).__name__}, not a group of options.")
     return resolve(values)
 
 

@@ -39,7 +39,9 @@ def read_config(location: str, overrides: Sequence[tuple[str, str]] = ()) -> Con
         raise UserError(f"--config={location}: {path} has no function get_config().")
     try:
         config = module.get_config(argument) if colon else module.get_config()
-    except (AttributeError, KeyError, TypeError) as error:  # what a ConfigDict raises for a misspelt option
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # a misspelt option of a ConfigDict, or any mistake of the file's own
         line = _line_in(path, error)
         if line is None:  # nothing in the file ran: the call itself does not fit the function
             raise UserError(
@@ -84,6 +86,10 @@ def _run_file(path: str) -> Any:
         spec.loader.exec_module(module)
     except SyntaxError as error:
         raise UserError(f"{path}, line {error.lineno}: not valid Python: {error.msg}.") from error
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:  # a failed import, or any mistake of the file's own
+        raise UserError(f"{path}, line {_line_in(path, error)}: {type(error).__name__}: {error}") from error
     return module
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import pathlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -42,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
       arguments: the command line without the program's name; None takes the process's own.
     """
+    own_process = arguments is None
     if arguments is None:
         from jaxrl_llm.allocator import restart_with_huge_pages
 
@@ -59,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ended by SIGTERM: {error} The same command goes on from there.", file=sys.stderr)
         return EXIT_PREEMPTED
     except KeyboardInterrupt:
+        if own_process:  # a second Ctrl-C would meet some exit handler and print its traceback
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
     return 0
@@ -146,17 +150,24 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("command", nargs="?", default="train", choices=COMMANDS, help="default: train")
     parser.add_argument("--config", metavar="FILE.py", help="Python file with get_config()")
-    parser.add_argument("--workdir", type=pathlib.Path, help="folder of the run; default: outputs/<name of the file>")
+    parser.add_argument("--workdir", type=_path, help="folder of the run; default: outputs/<name of the file>")
     parser.add_argument("--prompt", action="append", default=[], help="generate: a prompt; may be repeated")
-    parser.add_argument("--prompts_file", type=pathlib.Path, help="generate: a file with one prompt per line")
+    parser.add_argument("--prompts_file", type=_path, help="generate: a file with one prompt per line")
     parser.add_argument("--stream", action="store_true", help="generate: print the text of one completion as it grows")
-    parser.add_argument("--output", type=pathlib.Path, help="export: the folder to write")
+    parser.add_argument("--output", type=_path, help="export: the folder to write")
     parser.add_argument("--overwrite", action="store_true", help="export: replace what the folder holds")
     parser.add_argument("--help_options", action="store_true", help="list every option of a configuration and exit")
     options = parser.parse_args(arguments)
     if not options.config and not options.help_options:
         parser.error("--config is required, for example --config configs/tiny_grpo.py")
     return options
+
+
+def _path(text: str) -> pathlib.Path:
+    """Refuses the empty text (an unset variable of a script), which `pathlib` takes for the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("the path is empty; leave the option out, or give '.' for the current folder")
+    return pathlib.Path(text)
 
 
 def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
@@ -179,19 +190,30 @@ def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
         )
     if options.command == "export" and not options.output:
         raise UserError("export needs --output FOLDER.")
+    if options.command == "export":
+        from jaxrl_llm.models.export import export_target
+
+        export_target(options.output, overwrite=options.overwrite)
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:
     """The prompts of ``--prompt`` and ``--prompts_file``, in this order; empty lines are left out.
 
     Raises:
-      UserError: there is no such file.
+      UserError: there is no such file, or it is not UTF-8.
     """
     prompts = list(options.prompt)
     if options.prompts_file:
         if not options.prompts_file.is_file():
             raise UserError(f"--prompts_file={options.prompts_file}: there is no such file.")
-        prompts += [line for line in options.prompts_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        try:
+            text = options.prompts_file.read_bytes().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"--prompts_file={options.prompts_file} is not UTF-8 text ({error}). Save it with the encoding UTF-8."
+            ) from error
+        # Not `splitlines`: it also cuts at characters that a prompt may hold, such as U+2028.
+        prompts += [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
     return prompts
 
 

@@ -21,6 +21,11 @@ from jaxrl_llm.errors import UserError
 
 Section = TypeVar("Section")
 
+LARGEST_COUNT = 2**31 - 1
+"""Counts go to the devices as int32."""
+
+LARGEST_BYTES = 2**63 - 1
+
 _NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
 
 
@@ -33,6 +38,7 @@ def option(
     above: float | None = None,
     below: float | None = None,
     choices: tuple[Any, ...] | None = None,
+    infinite: bool = False,
     unit: str = "",
 ) -> Any:
     """A dataclass field that is an option of the configuration.
@@ -43,6 +49,7 @@ def option(
       low, high: the allowed range, ends included. For a tuple they hold for each element.
       above, below: the same, ends excluded.
       choices: the only allowed values.
+      infinite: whether infinity is a value; elsewhere it is refused like NaN, since it only makes NaN later.
       unit: what the number counts (``tokens``, ``s``, ``bytes`` …).
     """
     metadata = {
@@ -52,6 +59,7 @@ def option(
         "above": above,
         "below": below,
         "choices": choices,
+        "infinite": infinite,
         "unit": unit,
     }
     if isinstance(default, type):
@@ -225,8 +233,14 @@ def _convert_scalar(annotation: type, value: Any, path: str) -> Any:
 def _check_range(value: Any, metadata: Mapping[str, Any], path: str) -> None:
     choices, low, high = metadata.get("choices"), metadata.get("low"), metadata.get("high")
     above, below = metadata.get("above"), metadata.get("below")
+    if isinstance(value, int) and not isinstance(value, bool) and high is None:
+        high = LARGEST_BYTES if metadata.get("unit") == "bytes" else LARGEST_COUNT
+        metadata = {**metadata, "high": high}
+    bad_float = isinstance(value, float) and not (
+        math.isfinite(value) or (metadata.get("infinite") and not math.isnan(value))
+    )
     fits = (
-        not (isinstance(value, float) and math.isnan(value))
+        not bad_float
         and (choices is None or value in choices)
         and (low is None or value >= low)
         and (high is None or value <= high)
@@ -235,7 +249,7 @@ def _check_range(value: Any, metadata: Mapping[str, Any], path: str) -> None:
     )
     if not fits:
         hint = nearest(value, choices) if choices and isinstance(value, str) else ""
-        allowed = hint.lstrip() if hint else f"Allowed: {_allowed(metadata) or 'any number'}."
+        allowed = hint.lstrip() if hint else f"Allowed: {_allowed(metadata) or 'any finite number'}."
         raise UserError(f"{path} = {value!r} is not allowed. {allowed}")
 
 
@@ -267,7 +281,8 @@ def _allowed(metadata: Mapping[str, Any]) -> str:
         parts.append("one of " + ", ".join(repr(choice) for choice in metadata["choices"]))
     for key, sign in (("low", "≥"), ("above", ">"), ("high", "≤"), ("below", "<")):
         if metadata.get(key) is not None:
-            parts.append(f"{sign} {metadata[key]:g}")
+            bound = metadata[key]
+            parts.append(f"{sign} {bound if isinstance(bound, int) else format(bound, 'g')}")
     text = " and ".join(parts)
     return f"{text} ({metadata['unit']})" if metadata.get("unit") and text else text or metadata.get("unit", "")
 
@@ -289,8 +304,14 @@ def _join(path: str, key: Any) -> str:
 
 
 def set_by_path(config: dict[str, Any], name: str, value: Any) -> None:
-    """Sets ``a.b.c`` of a nested dict; unknown names are refused by `config.resolve`, which knows them all."""
+    """Sets ``a.b.c`` of a nested dict; unknown names are refused by `config.resolve`, which knows them all.
+
+    Raises:
+      UserError: ``a.b`` is a value, not a group.
+    """
     *parents, last = name.split(".")
     for parent in parents:
         config = config.setdefault(parent, {})
+        if not isinstance(config, dict):
+            raise UserError(f"options[{name!r}]: {parent} is a single value, not a group of options.")
     config[last] = value

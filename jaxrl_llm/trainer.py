@@ -85,15 +85,16 @@ class Trainer:
         self.algorithm = ALGORITHMS[config.algorithm.name]
         self.options = config.algorithm.options
 
+        # Before the tokenizer, whose library reads config.json too and says less of what is wrong in it.
+        model = config.model
+        shape = (
+            config_from_hf(model.architecture, "model.architecture") if model.architecture else load_config(model.path)
+        )
         self.tokenizer = load_tokenizer(config.tokenizer.path) if tokenizer is None else tokenizer
         self.data = self._open_data() if config.data.train and not read_only else None
         self.eval_examples = self._read_eval_examples() if config.data.eval else []
         self.total_steps = (
             configs.step_counts(config, self.data.num_rows).total_steps if self.data else config.num_steps
-        )
-        model = config.model
-        shape = (
-            config_from_hf(model.architecture, "model.architecture") if model.architecture else load_config(model.path)
         )
         configs.check_against_model(config, shape, self.tokenizer)
         # Every check that needs no weights has passed: only now is the folder taken and memory used.
@@ -307,10 +308,14 @@ class Trainer:
           answers: one for each prompt, for the rewards.
 
         Raises:
-          UserError: there is no prompt, a prompt is longer than `data.max_prompt_tokens`, or the numbers differ.
+          UserError: there is no prompt, one is no text or chat or is longer than `data.max_prompt_tokens`, or the
+            numbers differ.
         """
         data = self.config.data
-        if not prompts:
+        for name, values in (("prompts", prompts), ("answers", answers)):
+            if isinstance(values, str):
+                raise UserError(f"{name} = {values!r} is one text; give a list, for example [{values!r}].")
+        if len(prompts) == 0:
             raise UserError("There is no prompt: give at least one.")
         if answers is not None and len(answers) != len(prompts):
             raise UserError(f"There are {len(prompts)} prompts but {len(answers)} answers; give one for each.")

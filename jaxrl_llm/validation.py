@@ -42,7 +42,7 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
     yield from _model_conflicts(config)
     yield from _batch_conflicts(config)
     yield from _rollout_conflicts(config)
-    yield from _length_conflicts(config)
+    yield from _length_conflicts(config, training)
     if config.mesh.pipeline != 1:
         yield (
             "error",
@@ -148,24 +148,23 @@ def _rollout_conflicts(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _length_conflicts(config: RunConfig) -> Iterator[Problem]:
-    rollout, training = config.rollout, config.training
+def _length_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
+    rollout = config.rollout
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
     sum_text = (
         f"data.max_prompt_tokens + rollout.max_new_tokens = {config.data.max_prompt_tokens} + "
         f"{rollout.max_new_tokens} = {longest}"
     )
-    row_tokens = training.row_tokens or longest
-    if row_tokens < longest:
+    row_tokens, micro_batch_tokens = config.training.row_tokens or longest, config.training.micro_batch_tokens
+    if training and row_tokens < longest:
         yield (
             "error",
             f"training.row_tokens = {row_tokens} can't hold the longest sequence: {sum_text}. Raise it, or 0 for that.",
         )
-    if training.micro_batch_tokens < row_tokens:
+    if training and micro_batch_tokens < row_tokens:
         yield (
             "error",
-            f"training.micro_batch_tokens = {training.micro_batch_tokens} is less than one row of "
-            f"{row_tokens} "
+            f"training.micro_batch_tokens = {micro_batch_tokens} is less than one row of {row_tokens} "
             f"tokens ({sum_text}). Raise it, or shorten prompts or responses.",
         )
     pages = math.ceil(longest / rollout.page_size) + 1  # as the decoder's engine counts: a page is kept to copy into

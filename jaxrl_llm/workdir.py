@@ -65,8 +65,9 @@ class Workdir:
         saved = self.path / CONFIG_FILE
         results = [file for pattern in RESULTS for file in self.path.glob(pattern)]
         self.resumed = saved.exists() and bool(results)  # one that failed before its first step may be changed
-        if self.resumed:
-            _refuse_another_run(configs.load(saved), config, self.path)
+        before = _saved(saved, self.path) if saved.exists() else None
+        if self.resumed and before is not None:
+            _refuse_another_run(before, config, self.path)
         elif results:
             raise UserError(
                 f"--workdir={self.path} holds results but no {CONFIG_FILE}, so it cannot be continued, and it is not "
@@ -74,11 +75,9 @@ class Workdir:
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
+            lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
         except OSError as error:
-            raise UserError(
-                f"--workdir={self.path} can't be made: {error.strerror}. Choose a folder that you may write to."
-            ) from error
-        lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR)
+            raise _not_writable(self.path, error) from error
         self._unlock = weakref.finalize(self, os.close, lock)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -88,12 +87,35 @@ class Workdir:
                 f"--workdir={self.path} is in use by another process. Wait for it, or choose another --workdir."
             ) from None
         partial = saved.with_suffix(".json.partial")
-        configs.save(config, partial)
-        partial.replace(saved)
+        try:
+            configs.save(config, partial)
+            partial.replace(saved)
+        except OSError as error:
+            self._unlock()
+            raise _not_writable(self.path, error) from error
 
     def close(self) -> None:
         """Gives the folder free."""
         self._unlock()
+
+
+def _not_writable(path: pathlib.Path, error: OSError) -> UserError:
+    return UserError(
+        f"--workdir={path} can't be written to: {error.strerror}. Choose a folder that you may write to, on a disk "
+        "with free space."
+    )
+
+
+def _saved(file: pathlib.Path, path: pathlib.Path) -> RunConfig:
+    """The configuration that a run has left in `path`. Another program's ``config.json`` (a model's folder has one) is
+    not overwritten."""
+    try:
+        return configs.load(file)
+    except UserError as error:
+        raise UserError(
+            f"--workdir={path} holds a {CONFIG_FILE} that no run of this version has written, so it is neither "
+            f"continued nor overwritten ({error}) Choose another --workdir, or move that file away."
+        ) from error
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

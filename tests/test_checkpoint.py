@@ -1,6 +1,7 @@
 """Checkpoints: as saved, the last ones and the best, and never named before they are complete."""
 
 import functools
+import pathlib
 import resource
 
 import jax
@@ -73,7 +74,7 @@ def test_a_save_that_fails_in_the_background_is_told(checkpoints):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         checkpoints.save(2, state, {}, {})
-        with pytest.raises(RunStopped, match=r"could not be written: .* Complete ones: \[1\]"):
+        with pytest.raises(RunStopped, match=r"can't be written to .* newest complete one is of step 1"):
             checkpoints.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -100,6 +101,38 @@ def test_a_checkpoint_that_does_not_fit_is_refused(checkpoints):
         checkpoints.restore({"policy": RoleState({"other": jnp.zeros(3)})})
     with pytest.raises(UserError, match="step 9"):
         checkpoints.restore(make_state(0.0), 9)
+
+
+@pytest.mark.parametrize("damage", [pathlib.Path.unlink, lambda file: file.write_bytes(b"")])
+def test_a_damaged_checkpoint_is_refused_with_the_way_on(checkpoints, damage):
+    """Caught: tensorstore's own error, pages of its specification, for a file of numbers that is cut or gone."""
+    for step in (1, 2):
+        checkpoints.save(step, make_state(step), {}, {})
+    checkpoints.wait()
+    numbers = [file for file in (checkpoints.directory / "2" / "state").rglob("d/*") if file.is_file()]
+    for file in numbers:
+        damage(file)
+    with pytest.raises(
+        UserError, match=r"2: this checkpoint .* damaged, delete its folder to go on from another \(1\)"
+    ):
+        checkpoints.restore(make_state(0.0))
+    assert checkpoints.restore(make_state(0.0), 1).step == 1
+
+
+@pytest.mark.parametrize("call", ["save", "wait_until_finished"])
+def test_a_save_that_fails_stops_the_run_with_what_is_kept(checkpoints, monkeypatch, call):
+    """A full disk, as orbax tells it: at once or when it is asked the next time. Caught: pages of its own error."""
+    checkpoints.save(1, make_state(1.0), {}, {})
+    checkpoints.wait()
+
+    def fail(*_, **__):
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device\nSource locations: …")
+
+    monkeypatch.setattr(checkpoints._manager, call, fail)
+    with pytest.raises(RunStopped, match=r"No space left on device Nothing .* newest complete one is of step 1.*room"):
+        checkpoints.save(2, make_state(2.0), {}, {})
+        checkpoints.wait()
+    monkeypatch.undo()
 
 
 def test_an_unfinished_save_is_not_a_checkpoint(tmp_path):

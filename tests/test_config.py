@@ -119,10 +119,18 @@ def test_an_int_is_a_float_and_stays_one_type():
         ("algorithm__clip_low", 1.5),
         ("algorithm__clip_low", -0.1),
         ("algorithm__kl_in", "both"),
+        ("optimizer__learning_rate", float("inf")),
+        ("rollout__temperature", float("inf")),
+        ("rewards__exact__weight", float("-inf")),
+        ("rollout__top_k", 2**31),
+        ("num_steps", 10**30),
+        ("reward_runner__memory_bytes", 2**63),
+        ("reward_runner__timeout_s", 1e10),
     ],
 )
 def test_a_value_out_of_range_is_refused_with_what_is_allowed(path: str, value):
-    """Cases G07 (clip range, float16 without scaling, KL in reward and loss). Caught: bounds not read."""
+    """Cases G07 (clip range, float16 without scaling, KL in reward and loss). Caught: bounds not read; infinity taken
+    for a number, and a count that no int32 holds, each found out by an overflow in the middle of a step."""
     message = refusal(make(**{path: value}))
     assert path.replace("__", ".") in message and "not allowed" in message
     assert "Allowed" in message or "Known" in message
@@ -446,9 +454,10 @@ def test_a_saved_configuration_loads_to_an_equal_object(tmp_path: pathlib.Path):
 def test_a_missing_or_broken_saved_configuration_says_so(tmp_path: pathlib.Path):
     with pytest.raises(UserError, match="no saved configuration"):
         configs.load(tmp_path / "config.json")
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="not JSON"):
-        configs.load(tmp_path / "config.json")
+    for content, words in ((b"{", "not JSON"), (b"\xff", "not JSON"), (b"[1]", "a JSON list")):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(UserError, match=words):
+            configs.load(tmp_path / "config.json")
 
 
 def test_everything_derived_is_filled_in():
@@ -549,6 +558,9 @@ def test_a_wrong_override_is_named(file: str, override: str, words: str):
         ("x = 1", "no function get_config"),
         ("def get_config():\n    return {}", "returned a dict"),
         (FILE.replace("config.model.path", "config.modle.path"), "line 6: AttributeError: "),
+        ("def get_config():\n    return 1 / 0", "line 2: ZeroDivisionError: "),
+        ("import no_such_module", "line 1: ModuleNotFoundError: "),
+        ("import sys\nsys.exit(0)", "line 2: SystemExit: "),
     ],
 )
 def test_a_broken_file_is_named_with_its_line(tmp_path: pathlib.Path, text: str, words: str):

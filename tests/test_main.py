@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import types
@@ -96,6 +97,25 @@ def test_generate_takes_prompts_from_both_places_in_order(file: str, tmp_path: p
     assert lines[1]["completions"] == ["É B"]
 
 
+def test_a_prompts_file_is_cut_at_line_ends_only(file: str, tmp_path: pathlib.Path, capsys):
+    """Caught: `splitlines`, which also cuts at U+2028, and a byte-order mark that becomes part of the first prompt."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_bytes("\ufeffa\r\nb\u2028c\x0cd\r\n".encode())
+    assert main.main(["generate", "--config", file, "--prompts_file", str(prompts)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.split("\n") if line]
+    assert [line["prompt"] for line in lines] == ["a", "b\u2028c\x0cd"]
+    prompts.write_bytes(b"caf\xe9")
+    assert main.main(["generate", "--config", file, "--prompts_file", str(prompts)]) == 2
+    assert "is not UTF-8 text" in capsys.readouterr().err
+
+
+def test_an_export_that_may_not_be_written_loads_nothing(file: str, tmp_path: pathlib.Path, capsys):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("mine")
+    assert main.main(["export", "--config", file, "--output", str(tmp_path / "there"), "--overwrite"]) == 2
+    assert "holds something other than a model" in capsys.readouterr().err and not Recorder.calls
+
+
 def test_a_model_without_a_checkpoint_is_said_to_be_one(file: str, monkeypatch, capsys):
     monkeypatch.setattr(Recorder, "has_checkpoint", False)
     assert main.main(["eval", "--config", file]) == 0
@@ -147,10 +167,32 @@ def test_sigterm_has_its_own_exit_code(file: str, monkeypatch, capsys):
     assert "Saved after step 2 of 6." in capsys.readouterr().err
 
 
+def test_a_second_interrupt_does_not_disturb_the_end(file: str, monkeypatch, capsys):
+    """Caught: a traceback out of an exit handler of jax."""
+    monkeypatch.setattr(Recorder, "error", KeyboardInterrupt())
+    monkeypatch.setattr(allocator, "restart_with_huge_pages", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["jaxrl-llm", "--config", file])
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main.main() == 130
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err.startswith("interrupted")
+
+
 def test_without_a_configuration_usage_is_shown(capsys):
     with pytest.raises(SystemExit, match="2"):
         main.main([])
     assert "--config is required" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--workdir", "--output", "--prompts_file"])
+def test_an_empty_path_is_not_the_current_folder(file: str, option: str, capsys):
+    """``--workdir=$UNSET``. Caught: the run written into whatever folder the shell was in."""
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["export", "--config", file, f"{option}="])
+    assert f"argument {option}: the path is empty" in capsys.readouterr().err and not Recorder.calls
 
 
 def test_help_is_fast():

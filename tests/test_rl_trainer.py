@@ -47,3 +47,28 @@ def test_wrong_options_are_refused_before_anything_runs():
         jaxrl_llm.RLTrainer(
             model="builtin:tiny_addition", reward="exact_match", rollout_len=8, options={"optimizer.learning_rte": 1}
         )
+
+
+def test_prompts_of_the_wrong_form_are_named():
+    """Caught: one text taken for a list of its characters, each a prompt; a number given to the template."""
+    with jaxrl_llm.RLTrainer(
+        model="builtin:tiny_addition", reward="exact_match", train_batch_size=2, rollout_len=4, options=OPTIONS
+    ) as trainer:
+        for prompts, answers, words in (
+            ("1+2=", None, "prompts = '1\\+2=' is one text"),
+            (["1+2=", "1+3="], "34", "answers = '34' is one text"),
+            ([], None, "no prompt"),
+            (["1+2=", 5], None, "Prompt 1 is 5; a non-empty text"),
+            (["1+2=", None], None, "Prompt 1 is None; a non-empty text"),
+            ([""], None, "Prompt 0 is ''; a non-empty text"),
+            (["1+2=", "a"], None, "Prompt 1: the text 'a' can't be encoded"),
+        ):
+            with pytest.raises(UserError, match=words):
+                trainer.step(prompts, answers)
+
+
+def test_an_option_below_a_value_is_refused():
+    with pytest.raises(UserError, match=r"num_steps is a single value"):
+        jaxrl_llm.RLTrainer(
+            model="builtin:tiny_addition", reward="exact_match", rollout_len=8, options={"num_steps.x": 1}
+        )

@@ -14,6 +14,7 @@ import pytest
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
 from jaxrl_llm.trainer import Trainer
+from jaxrl_llm.workdir import Workdir
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 10) for b in range(5, 6)]  # 7 rows
 
@@ -210,6 +211,26 @@ def test_a_run_that_failed_before_its_first_step_may_be_changed(rows_file, tmp_p
         Trainer(wrong, tmp_path / "run", rewards={"exact": exact}, devices=jax.devices()[:1])
     _, metrics = run(make_config(rows_file), tmp_path / "run", steps=1)
     assert 1 in metrics
+
+
+@pytest.mark.parametrize("content", ['{"architectures": ["LlamaForCausalLM"]}', "{", "[]"])
+@pytest.mark.parametrize("results", [False, True])
+def test_a_config_of_something_else_is_not_overwritten(rows_file, tmp_path, content, results):
+    """Caught: the config.json of a model's folder given as --workdir replaced by the run's."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(content)
+    if results:
+        (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(UserError, match=r"holds a config\.json that no run of this version has written"):
+        Workdir(folder, make_config(rows_file))
+    assert (folder / "config.json").read_text() == content
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(rows_file):
+    """Caught: the lock's OSError. No user, root included, may make a file in /proc/self."""
+    with pytest.raises(UserError, match=r"--workdir=/proc/self can't be written to"):
+        Workdir("/proc/self", make_config(rows_file))
 
 
 KILLED = """

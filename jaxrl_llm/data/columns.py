@@ -53,7 +53,7 @@ def map_row(row: Mapping[str, Any], where: str, *, prompt_column: str = "", answ
     if name not in row:
         wanted = f"the column data.prompt_column = {name!r}" if name else f"one of {', '.join(PROMPT_COLUMNS)}"
         raise UserError(f"{where} has the columns {', '.join(row)}; {wanted} is needed for the prompt.")
-    prompt, completion = _check_prompt(row[name], where, name), row.get("completion")
+    prompt, completion = check_prompt(row[name], f"{where}: the prompt in column {name!r}"), row.get("completion")
     if isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         completion = prompt[-1]["content"] if completion is None else completion
         prompt = prompt[:-1]
@@ -84,7 +84,12 @@ def _answer(row: Mapping[str, Any], where: str, column: str) -> tuple[Any, str |
     return (row[used], used) if used else (None, None)
 
 
-def _check_prompt(value: Any, where: str, column: str) -> str | Messages:
+def check_prompt(value: Any, where: str) -> str | Messages:
+    """``value`` if it is a prompt.
+
+    Raises:
+      UserError: it is neither a text nor messages. ``where`` is the message's subject.
+    """
     if isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
@@ -92,7 +97,7 @@ def _check_prompt(value: Any, where: str, column: str) -> str | Messages:
         return [{k: v for k, v in turn.items() if v is not None} for turn in value]
     shown = repr(value)
     raise UserError(
-        f"{where}: the prompt in column {column!r} is {shown[:80]}{'…' if len(shown) > 80 else ''}; a non-empty "
+        f"{where} is {shown[:80]}{'…' if len(shown) > 80 else ''}; a non-empty "
         "text or a list of messages {'role': …, 'content': …} is needed."
     )
 

@@ -128,11 +128,11 @@ def _encode(
         records.append(record)
         texts.append(text[-longest_text:] if limit.rule == "truncate_left" else text[:longest_text])
         templated.append(is_templated)
-    encoded = encode_prompts(tokenizer, texts, templated)
+    encoded = encode_prompts(tokenizer, texts, templated, [f"{path}, row {index}" for index, _ in rows])
     for (index, _), record, text, ids in zip(rows, records, texts, encoded, strict=True):
         response: np.ndarray | None = None
         if record.completion is not None:
-            response = encode_response(tokenizer, record.completion)
+            response = encode_response(tokenizer, record.completion, f"{path}, row {index}")
         yield Example(
             uid=f"{index}@0",
             prompt=text,

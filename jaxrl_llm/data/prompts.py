@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.data.columns import Messages
+from jaxrl_llm.data.columns import Messages, check_prompt
 from jaxrl_llm.errors import UserError
 
 
@@ -64,22 +64,44 @@ def _adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], templated: Sequence[bool]
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    templated: Sequence[bool],
+    where: Sequence[str] | None = None,
 ) -> list[np.ndarray]:
     """Token ids ``[t]`` int32 of each text, with exactly one BOS where the tokenizer uses one.
 
     A templated text holds all its special tokens already, BOS included if the model wants one there, so nothing
     is added. Plain text gets the BOS that the encoder would add, unless it is written in the text; an EOS that
-    the encoder would add is left out, since the text is to be continued.
+    the encoder would add is left out, since the text is to be continued. ``where`` names each text in errors.
+
+    Raises:
+      UserError: the tokenizer has no token for a part of a text.
     """
     if not texts:
         return []
-    encoded = tokenizer(list(texts), add_special_tokens=False).input_ids
+    encoded = _encode(tokenizer, list(texts), where)
     bos = [tokenizer.bos_token_id] if _adds_bos(tokenizer) else []
     return [
         np.asarray(ids if is_templated or ids[:1] == bos else bos + ids, np.int32)
         for ids, is_templated in zip(encoded, templated, strict=True)
     ]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], where: Sequence[str] | None) -> list[list[int]]:
+    try:
+        return tokenizer(texts, add_special_tokens=False).input_ids
+    except Exception as error:  # of the tokenizers library: no unknown token, text that is no Unicode
+        if len(texts) > 1:  # which one is it?
+            return [
+                _encode(tokenizer, [text], None if where is None else [where[index]])[0]
+                for index, text in enumerate(texts)
+            ]
+        name = "The text" if where is None else f"{where[0]}: the text"
+        raise UserError(
+            f"{name} {texts[0][:80]!r} can't be encoded by the tokenizer: {error}. Remove the characters that it does "
+            "not know, or set tokenizer.path to another tokenizer."
+        ) from error
 
 
 def encode_all(
@@ -88,33 +110,34 @@ def encode_all(
     """The texts of prompts (text or chat messages) and their ids, encoded like the rows of a file.
 
     Raises:
-      UserError: a prompt is neither.
+      UserError: a prompt is neither, or has characters that the tokenizer does not know.
     """
+    names = [f"Prompt {index}" for index in range(len(prompts))]
     rendered = [
         render_prompt(
             tokenizer,
-            prompt,
+            check_prompt(prompt, name),
             system_prompt=data.system_prompt,
             apply_chat_template=data.apply_chat_template,
-            where=f"Prompt {index}",
+            where=name,
         )
-        for index, prompt in enumerate(prompts)
+        for name, prompt in zip(names, prompts, strict=True)
     ]
     texts = [text for text, _ in rendered]
-    return texts, encode_prompts(tokenizer, texts, [is_templated for _, is_templated in rendered])
+    return texts, encode_prompts(tokenizer, texts, [is_templated for _, is_templated in rendered], names)
 
 
-def encode_response(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
-    """Token ids ``[t]`` int32 of a completion to imitate, ended by EOS.
+def encode_response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = "A completion") -> np.ndarray:
+    """Token ids ``[t]`` int32 of a completion to imitate, ended by EOS. ``where`` names it in errors.
 
     Raises:
-      UserError: the tokenizer has no EOS token.
+      UserError: the tokenizer has no EOS token, or no token for a part of the text.
     """
     if tokenizer.eos_token_id is None:
         raise UserError(
             "The tokenizer has no EOS token, so completions have no end. Set tokenizer.path to one with it."
         )
-    return np.asarray([*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id], np.int32)
+    return np.asarray([*_encode(tokenizer, [text], [where])[0], tokenizer.eos_token_id], np.int32)
 
 
 def truncate(prompt_ids: np.ndarray, limit: int, side: str, bos_token_id: int | None) -> np.ndarray:

@@ -6,6 +6,7 @@ chat template or a reward never meets an array where it expects a list.
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -78,24 +79,27 @@ def _builtin(name: str) -> list[Row]:
 
 
 def _json_lines(file: Path) -> Iterator[Row]:
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:  # as bytes, so that a wrong encoding is told with its line
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _object(_parse(line, f"{file}, line {number}"), f"{file}, line {number}")
+                where = f"{file}, line {number}"
+                yield _object(_parse(line.removeprefix(codecs.BOM_UTF8), where), where)
 
 
 def _json_list(file: Path) -> Iterator[Row]:
-    rows = _parse(file.read_text(encoding="utf-8"), str(file))
+    rows = _parse(file.read_bytes().removeprefix(codecs.BOM_UTF8), str(file))
     if not isinstance(rows, list):
         raise UserError(f"{file} holds a JSON {type(rows).__name__}; a list of objects is needed (or use .jsonl).")
     for index, row in enumerate(rows):
         yield _object(row, f"{file}, entry {index}")
 
 
-def _parse(text: str, where: str) -> Any:
+def _parse(content: bytes, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return json.loads(content.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where} is not UTF-8 text ({error}). Save the file with the encoding UTF-8.") from error
+    except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, endless brackets
         raise UserError(f"{where} is not valid JSON: {error}. Each row must be one JSON object.") from error
 
 
@@ -111,8 +115,8 @@ def _parquet(file: Path) -> Iterator[Row]:
             # Small record batches: one array of a nested column can't hold more than 2 GB of strings.
             for batch in parquet.iter_batches(batch_size=PARQUET_BATCH_ROWS):
                 yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{file} can't be read as parquet: {error}") from error
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a damaged page is an OSError
+        raise UserError(f"{file} can't be read as parquet: {error}. Write or fetch it again.") from error
 
 
 def _hugging_face(name: str, config: str | None, split: str) -> Iterator[Row]:

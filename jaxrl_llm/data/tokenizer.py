@@ -40,9 +40,10 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
         return gguf_tokenizer(resolved)
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolved, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # what a damaged file raises depends on where it is damaged
+        reason = " ".join(f"{type(error).__name__}: {error}".split())  # transformers' messages have many lines
         raise UserError(
-            f"No tokenizer can be loaded from {path} ({error}). The folder needs tokenizer.json and "
+            f"No tokenizer can be loaded from {path} ({reason}). The folder needs tokenizer.json and "
             "tokenizer_config.json; set tokenizer.path if the tokenizer lies elsewhere than the model."
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):

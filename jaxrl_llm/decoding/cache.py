@@ -86,9 +86,11 @@ class PagedCache:
         # Idle rows write nowhere: page ids beyond the pool are dropped (all different: indices must be unique).
         page = jnp.where(step.active, page, num_pages + jnp.arange(page.shape[0], dtype=page.dtype))
         state[layer] = write_pages(state[layer], k, v, page, step.position % page_size)
+        keys, values = state[layer]
         return paged_attention(
             q,
-            *state[layer],
+            keys,
+            values,
             self.page_table,
             jnp.where(step.active, step.position + 1, 0),
             scale=scale,
@@ -168,9 +170,9 @@ class GatheredCache:
         def write(pool: Pool, rows: DenseRows) -> Pool:
             keys = jnp.take_along_axis(rows[0], position[:, None, None, :], axis=3, mode="clip")
             values = jnp.take_along_axis(rows[1], position[:, None, :, None], axis=2, mode="clip")
-            tokens = (
-                x.reshape(-1, *pool[0].shape[2:]) for x in (keys.transpose(0, 3, 1, 2), values.transpose(0, 2, 1, 3))
-            )
-            return write_pages(pool, *tokens, page.reshape(-1), (position % page_size).reshape(-1))
+            shape = (-1, *pool[0].shape[2:])
+            keys = keys.transpose(0, 3, 1, 2).reshape(shape)
+            values = values.transpose(0, 2, 1, 3).reshape(shape)
+            return write_pages(pool, keys, values, page.reshape(-1), (position % page_size).reshape(-1))
 
         return [write(pool, rows) for pool, rows in zip(pools, state, strict=True)]

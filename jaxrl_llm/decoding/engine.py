@@ -12,6 +12,7 @@ comes from the same program and prefill makes no logits.
 from __future__ import annotations
 
 import dataclasses
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -173,6 +174,7 @@ class Engine:
             if first.is_deleted() or first.dtype != dtype:
                 self._pools = None
         if self._pools is None:
+            self._check_memory(dtype)
             self._pools = self._pool_program(dtype)
             self._allocators = None
 
@@ -191,6 +193,22 @@ class Engine:
             for allocator in allocators:
                 allocator.forget()
         return allocators
+
+    def _check_memory(self, dtype: Any) -> None:
+        """Refuses pools larger than a device: XLA's error names no option, and on a CPU the process is just killed."""
+        config, rollout = self.decoder.config, self.rollout
+        tokens = self.num_pages * rollout.page_size
+        heads = config.num_kv_heads // self.mesh.shape["tensor"]
+        needed = 2 * config.num_layers * tokens * heads * config.head_size * jnp.dtype(dtype).itemsize
+        available = memory_bytes(self.mesh.local_devices[0])
+        if needed > available:
+            raise UserError(
+                f"The key/value cache needs {needed / 2**30:.3g} GiB on each device, which has "
+                f"{available / 2**30:.3g}: {self.num_pages} pages of rollout.page_size = {rollout.page_size} tokens "
+                f"(rollout.num_pages = {rollout.num_pages}; 0 is enough for rollout.num_slots = {rollout.num_slots} "
+                f"sequences of {self.context} tokens). Lower rollout.num_slots or rollout.num_pages, or the page size: "
+                "a page holds tokens of one sequence."
+            )
 
     def release(self) -> None:
         """Frees the KV pools; the next call allocates them again."""
@@ -250,8 +268,9 @@ class Engine:
             self._prefill(gen_params, plan)
             self._copy_pages(plan)
             self._decode(gen_params, plan.running)
-            for sample, stream in streams.items() if on_text else ():
-                self._show(sample, stream, on_text)
+            if on_text is not None:
+                for sample, stream in streams.items():
+                    self._show(sample, stream, on_text)
             for replica in range(self.num_replicas):
                 for sample in scheduler.finish(replica):
                     sample.finished_s = time.perf_counter()
@@ -372,6 +391,14 @@ def _attention_of(choice: str, mesh: Mesh) -> str:
     if choice != "auto":
         return choice
     return GATHERED if mesh.devices.flat[0].platform == "cpu" else choose()
+
+
+def memory_bytes(device: Any) -> int:
+    """What the device has in all; for a simulated one, its share of the machine's memory."""
+    statistics = device.memory_stats()
+    if statistics and "bytes_limit" in statistics:
+        return statistics["bytes_limit"]
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
 
 
 def _checked_num_pages(rollout: RolloutConfig, context: int) -> int:

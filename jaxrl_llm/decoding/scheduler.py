@@ -191,10 +191,10 @@ class Scheduler:
 
     def _preempt(self, replica: int) -> None:
         """Takes the pages of the youngest: of a sample whose cache is being filled again, else of a running one."""
-        refilled = [job for job in self.jobs[replica] if job.sample is not None]
+        refilled = [(job, job.sample) for job in self.jobs[replica] if job.sample is not None]
         if refilled:
-            self.jobs[replica].remove(refilled[-1])
-            sample = refilled[-1].sample
+            job, sample = refilled[-1]
+            self.jobs[replica].remove(job)
             self.allocators[replica].release(sample.pages)  # named as far as they were filled
             sample.pages = []
         else:

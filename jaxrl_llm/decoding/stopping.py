@@ -87,7 +87,7 @@ class TextStream:
     """
 
     def __init__(self, decode: Decode, watched: StopStrings | None = None):
-        self._incremental = None if watched else IncrementalText(decode)
+        self._incremental = IncrementalText(decode)
         self._watched = watched
         self._seen = 0
         self._text = ""

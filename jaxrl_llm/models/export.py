@@ -52,19 +52,19 @@ def export_model(
       max_file_bytes: weights beyond it go into several files with an index.
 
     Raises:
-      UserError: the folder has something in it and ``overwrite`` is False.
+      UserError: see `export_target`.
     """
-    target = Path(folder).expanduser()
-    if target.exists() and not overwrite and (target.is_file() or any(target.iterdir())):
-        raise UserError(
-            f"The export folder {str(target)!r} is not empty. Give another one, or ask for it to be replaced "
-            "(--overwrite on the command line, overwrite=True in Python)."
-        )
+    target = export_target(folder, overwrite=overwrite)
     temporary = target.with_name(target.name + ".incomplete")
     writes = jax.process_index() == 0
     if writes:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(
+                f"The export folder {str(target)!r} can't be made: {error.strerror}. Give one where you may write."
+            ) from error
     _write_weights(temporary, decoder, params, jnp.dtype(dtype), max_file_bytes, writes)
     if writes:
         _write_configs(temporary, decoder, tokenizer, jnp.dtype(dtype))
@@ -73,6 +73,41 @@ def export_model(
         for file in temporary.glob("*.safetensors"):  # their library makes them private whatever the umask
             shutil.copymode(temporary / "config.json", file)
         _replace(temporary, target)
+
+
+def export_target(folder: str | Path, *, overwrite: bool) -> Path:
+    """The absolute path of the folder that an export to ``folder`` would write. Changes nothing.
+
+    Raises:
+      UserError: it is a file; it has something in it and ``overwrite`` is False; or what it has in it is no model, so
+        that replacing it would delete something else.
+    """
+    target = Path(folder).expanduser().resolve()
+    if target.exists() and not target.is_dir():
+        raise UserError(f"The export folder {str(target)!r} is a file. Give the name of a folder.")
+    if not target.exists() or not any(target.iterdir()):
+        return target
+    if not overwrite:
+        raise UserError(
+            f"The export folder {str(target)!r} is not empty. Give another one, or ask for it to be replaced "
+            "(--overwrite on the command line, overwrite=True in Python)."
+        )
+    if not _holds_a_model(target):
+        raise UserError(
+            f"The export folder {str(target)!r} holds something other than a model (its config.json names no "
+            "architecture, or there are folders in it), and --overwrite would delete it all. Give another folder."
+        )
+    return target
+
+
+def _holds_a_model(folder: Path) -> bool:
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False
+    return (
+        isinstance(config, dict) and "architectures" in config and not any(file.is_dir() for file in folder.iterdir())
+    )
 
 
 def _write_configs(folder: Path, decoder: Decoder, tokenizer: Any, dtype: np.dtype) -> None:

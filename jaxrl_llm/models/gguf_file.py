@@ -36,7 +36,11 @@ LAYER_TENSORS = {
 
 
 def open_gguf(path: Path) -> Any:
-    """The file's ``gguf.GGUFReader``, memory-mapped. The last one is kept: reading a header takes a second or two."""
+    """The file's ``gguf.GGUFReader``, memory-mapped. The last one is kept: reading a header takes a second or two.
+
+    Raises:
+      UserError: it is damaged, or no GGUF file.
+    """
     return _open(str(path), path.stat().st_mtime_ns)
 
 
@@ -44,7 +48,13 @@ def open_gguf(path: Path) -> Any:
 def _open(path: str, modified_ns: int) -> Any:
     import gguf  # here, since only users of such a file should pay for it
 
-    return gguf.GGUFReader(path)
+    try:
+        return gguf.GGUFReader(path)
+    except Exception as error:  # the reader checks little: a cut file fails anywhere in it
+        raise UserError(
+            f"{path} can't be read as a GGUF file ({type(error).__name__}: {error}). It is incomplete or of another "
+            "kind: fetch it again."
+        ) from error
 
 
 def read_field(reader: Any, name: str, default: Any = None) -> Any:

@@ -211,8 +211,11 @@ def _redundant(name: str, tensors: Tensors, config: ModelConfig) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist. Give a model folder in Hugging Face's format.") from error
-    except json.JSONDecodeError as error:
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON ({error}). Fetch it again.") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} holds a JSON {type(content).__name__}; an object is needed. Fetch it again.")
+    return content

@@ -12,6 +12,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.tensors import Index
 
 INDEX = "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsFolder:
@@ -30,7 +31,14 @@ class SafetensorsFolder:
                 handle = safetensors.safe_open(file, "numpy")
             except safetensors.SafetensorError as error:
                 raise UserError(f"{file} is not a valid safetensors file ({error}). Fetch it again.") from error
-            self._file_of.update(dict.fromkeys(handle.keys(), handle))
+            for name in handle.keys():  # noqa: SIM118  it is no dict
+                kind = handle.get_slice(name).get_dtype()
+                if kind not in FLOATS:
+                    raise UserError(
+                        f"{file} holds {name} as {kind}; only {', '.join(FLOATS)} are read. Quantized weights are not "
+                        "supported: give the model's original folder."
+                    )
+                self._file_of[name] = handle
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
@@ -42,7 +50,12 @@ class SafetensorsFolder:
 def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.exists():
-        return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{index} is no index of safetensors files ({type(error).__name__}: {error}). Fetch it again."
+            ) from error
     single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:

@@ -69,7 +69,9 @@ def read_metrics(workdir: str | os.PathLike[str]) -> list[dict[str, float]]:
 def open_for_lines(path: pathlib.Path) -> Any:
     """Opens a file to append JSON lines, after ending a line that a crash cut off."""
     torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    file = path.open("a", encoding="utf-8", buffering=1)  # line-buffered: a reader sees whole lines at once
+    # Line-buffered: a reader sees whole lines at once. Half a surrogate pair (from a data file) is written as its JSON
+    # escape, since UTF-8 has no bytes for it.
+    file = path.open("a", encoding="utf-8", errors="backslashreplace", buffering=1)
     if torn:
         file.write("\n")
     return file
@@ -81,13 +83,15 @@ def write_line(file: Any, record: Mapping[str, Any]) -> None:
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:
-    """Every complete JSON line of a file."""
+    """Every complete JSON line of a file that names a step."""
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_bytes().split(b"\n"):  # not `splitlines`: a text may hold other separators, such as U+2028
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # cut off by a crash: `open_for_lines` ended it, and its step was done again
+            row = json.loads(line)
+        except ValueError:  # cut off or garbled by a crash: `open_for_lines` ended it, and its step was done again
+            continue
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
     return rows
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jaxrl_llm.errors import RunStopped
 from jaxrl_llm.observability import curve, metrics, samples
 from jaxrl_llm.observability.progress import Progress
 from jaxrl_llm.observability.summary import print_summary
@@ -45,17 +46,27 @@ class RunLog:
                 self._progress = None
 
     def write(self, step: int, values: Mapping[str, Any], rollouts: Rollouts | None = None) -> None:
-        """Records a step's metrics and samples, and shows them."""
+        """Records a step's metrics and samples, and shows them.
+
+        Raises:
+          RunStopped: the folder can't be written to.
+        """
         if self._progress is not None:
             self._progress.update(step, values)
         if self._folder is None:
             return
-        if self._metrics is None or self._samples is None:  # files appear with the first step, not with the object
-            self._metrics = self._files.enter_context(metrics.MetricsLog(self._folder, first_step=step))
-            self._samples = self._files.enter_context(samples.SamplesLog(self._folder))
-        self._metrics.write(step, values)
-        if rollouts is not None:
-            self._samples.write(step, rollouts)
+        try:
+            if self._metrics is None or self._samples is None:  # files appear with the first step, not with the object
+                self._metrics = self._files.enter_context(metrics.MetricsLog(self._folder, first_step=step))
+                self._samples = self._files.enter_context(samples.SamplesLog(self._folder))
+            self._metrics.write(step, values)
+            if rollouts is not None:
+                self._samples.write(step, rollouts)
+        except OSError as error:
+            raise RunStopped(
+                f"The metrics of step {step} can't be written to {self._folder}: {error.strerror or error}. Make room "
+                "on the disk, then run the same command again: it goes on from the last checkpoint."
+            ) from error
 
     def machine_metrics(self) -> dict[str, float]:
         """Programs compiled since the last call, and the peak memory so far."""

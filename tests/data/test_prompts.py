@@ -99,3 +99,14 @@ def test_truncation():
 
 def test_longest_token():
     assert longest_token(toy_tokenizer()) == len("<bos>")
+
+
+@pytest.mark.parametrize(("text", "words"), [("U:hi \u4f60", "Missing"), ("hi \ud800", "TextEncodeInput")])
+def test_a_text_that_the_tokenizer_has_no_tokens_for_is_named(text: str, words: str):
+    """Caught: the tokenizers library's own exception, which names neither the row nor its text."""
+    tokenizer = toy_tokenizer()
+    texts, where = ["hi", text, "hi"], ["row 0", "row 1", "row 2"]
+    with pytest.raises(UserError, match=rf"row 1: the text .*can't be encoded by the tokenizer: .*{words}"):
+        encode_prompts(tokenizer, texts, [False] * 3, where)
+    with pytest.raises(UserError, match="row 5: the text"):
+        encode_response(tokenizer, text, "row 5")

@@ -71,6 +71,8 @@ def test_json_files(tmp_path: Path):
     [
         ("rows.jsonl", '{"a": 1}\n{"a": ', "line 2 is not valid JSON"),
         ("rows.jsonl", "[1]", "line 1 is a JSON list"),
+        ("rows.jsonl", '{"a": 1}\n{"a": ' + "9" * 5000 + "}", "line 2 is not valid JSON: Exceeds the limit"),
+        ("rows.jsonl", "[" * 100_000, "line 1 is not valid JSON: maximum recursion"),
         ("rows.json", '{"a": 1}', "a list of objects"),
         ("rows.parquet", "PAR1 not", "can't be read as parquet"),
         ("rows.jsonl", "", "holds no rows"),
@@ -81,6 +83,37 @@ def test_bad_files(tmp_path: Path, name: str, content: str, message: str):
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError, match=message):
         read_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize(("name", "where"), [("rows.jsonl", r"rows\.jsonl, line 2"), ("rows.json", r"rows\.json")])
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16-le"])
+def test_another_encoding_is_named(tmp_path: Path, name: str, where: str, encoding: str):
+    """Caught: a UnicodeDecodeError that comes through."""
+    first, second = b'{"prompt": "a"}', '{"prompt": "\u00e9\ud7a3"}'.encode(encoding, "replace")
+    (tmp_path / name).write_bytes(first + b"\n" + second if name == "rows.jsonl" else b"[" + second + b"]")
+    with pytest.raises(UserError, match=f"{where} is not UTF-8 text"):
+        read_rows(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_files_as_windows_writes_them(tmp_path: Path, name: str):
+    """Caught: the byte-order mark given to the JSON parser, which refuses it."""
+    text = '{"prompt": "\u00e9"}' if name == "rows.jsonl" else '[{"prompt": "\u00e9"}]'
+    (tmp_path / name).write_bytes(f"\ufeff{text}\r\n".encode())
+    assert read_rows(tmp_path / name) == [{"prompt": "\u00e9"}]
+
+
+def test_a_damaged_page_of_a_parquet_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """pyarrow tells some damage with an OSError. Caught: only its own exceptions expected."""
+    file = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"prompt": "a"}]), file)
+
+    def damaged(self, **options):
+        raise OSError("Couldn't deserialize thrift")
+
+    monkeypatch.setattr(pyarrow.parquet.ParquetFile, "iter_batches", damaged)
+    with pytest.raises(UserError, match=r"rows\.parquet can't be read as parquet: Couldn't"):
+        read_rows(file)
 
 
 def test_missing_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -397,3 +397,10 @@ def test_weights_that_are_not_numbers(model, rollout, make_request):
     with pytest.raises(RunStopped, match=r"request 1, sample 0: .*learning rate .* gradient norm .* \(float32\)"):
         engine.generate(broken, [make_request(3, n=0), make_request(3)])
     assert len(engine.generate(params, [make_request(3)])[0]) == 1
+
+
+def test_a_cache_larger_than_the_device_is_refused(model, rollout, make_request):
+    """Caught: XLA left to ask for it, which the kernel answers by ending the process."""
+    engine, params = model.engine(rollout(page_size=2**31 - 1, num_slots=10**6))
+    with pytest.raises(UserError, match=r"needs .* GiB on each device, which has .*rollout\.page_size = 2147483647"):
+        engine.generate(params, [make_request(3)])

@@ -69,6 +69,28 @@ def test_a_folder_with_something_in_it_is_refused_unless_asked(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
 
 
+def test_only_a_model_is_ever_overwritten(tmp_path, monkeypatch):
+    """A run's folder, another folder and a file stay, asked or not. Caught: `--overwrite` that deletes the checkpoints
+    of the run, and a file put aside as FILE.replaced."""
+    decoder, params = tiny_model(windows=(None, None))
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    for name, words in (("run", "other than a model"), ("thesis", "other than a model"), ("file", "is a file")):
+        with pytest.raises(UserError, match=words):
+            export_model(tmp_path / name, decoder, params, None, overwrite=True)
+    with pytest.raises(UserError, match="can't be made"):
+        export_model(tmp_path / "file" / "model", decoder, params, None)
+    assert sorted(tmp_path.rglob("*")) == before
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export_model(".", decoder, params, None)
+    assert (tmp_path / "here" / "config.json").exists()
+
+
 def test_a_failed_export_leaves_what_was_there(tmp_path, monkeypatch):
     """Seen to catch: files written into the target itself."""
     decoder, params = tiny_model(windows=(None, None))

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.export import export_model
 from jaxrl_llm.models.gguf_file import LAYER_TENSORS, TENSORS, open_gguf, read_field
@@ -108,3 +109,15 @@ def test_a_real_file_knows_the_capital_of_france():
     positions = jnp.arange(len(words))[None]
     hidden = jax.jit(decoder.hidden)(params, tokens, positions, jnp.ones_like(tokens))
     assert vocabulary[int(jnp.argmax(decoder.logits(params, hidden[0, -1])))] == "ĠParis"
+
+
+@pytest.mark.parametrize("keep", [0, 4, 20, 300, -1000])
+def test_a_damaged_file_is_named(source, tmp_path, keep):
+    """Cut in the middle of the tensors, the metadata, the first numbers. Caught: whatever the reader stumbles over."""
+    whole, cut = tmp_path / "model.gguf", tmp_path / "cut.gguf"
+    _write(whole, SafetensorsFolder(source))
+    cut.write_bytes(whole.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"cut\.gguf can't be read as a GGUF file"):
+        load_config(cut)
+    with pytest.raises(UserError, match=r"cut\.gguf can't be read as a GGUF file"):
+        load_tokenizer(cut)

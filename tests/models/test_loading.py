@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.blocks import Block
 from jaxrl_llm.models.export import export_model
 from jaxrl_llm.models.loading import init_model, load_model, resolve_path
-from jaxrl_llm.models.safetensors_folder import SafetensorsFolder
+from jaxrl_llm.models.safetensors_folder import INDEX, SafetensorsFolder
 from jaxrl_llm.models.tensors import rule
 from jaxrl_llm.sharding import TRAINING
 from tests.cases import case
@@ -125,6 +125,33 @@ def test_damaged_folders_are_named(copy):
     (copy / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
         load_model(copy)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_damaged_index_is_named(copy, content):
+    (copy / INDEX).write_text(content)
+    with pytest.raises(UserError, match=r"index\.json is no index of safetensors files"):
+        load_model(copy)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(("content", "words"), [(b"[1]", "holds a JSON list"), (b"\xff{", "not valid JSON")])
+def test_a_config_that_is_no_object_is_named(copy, name, content, words):
+    (copy / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name} .*{words}"):
+        load_model(copy)
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    """Caught: integers taken for weights as they are, without the scales that belong to them."""
+    decoder, params = tiny_model(windows=(None, None))
+    export_model(tmp_path / "model", decoder, params, None)
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = safetensors.numpy.load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(np.int8)
+    safetensors.numpy.save_file(tensors, file)
+    with pytest.raises(UserError, match=r"holds model\.norm\.weight as I8; only F64, F32, F16, BF16"):
+        load_model(tmp_path / "model")
 
 
 @pytest.mark.parametrize(

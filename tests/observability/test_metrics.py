@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
 
 import numpy as np
+import pytest
 
+from jaxrl_llm.errors import RunStopped
 from jaxrl_llm.observability.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricsLog, read_metrics
 from jaxrl_llm.observability.run_log import RunLog
 from jaxrl_llm.observability.samples import SamplesLog, read_samples
@@ -123,3 +126,27 @@ def test_only_the_first_process_writes(tmp_path: pathlib.Path, monkeypatch):
     log.summary(1)
     log.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_garbled_lines_cost_only_themselves(tmp_path: pathlib.Path):
+    """What a crash of the machine or an editor leaves. Caught: bytes that are no UTF-8, a line that is no object."""
+    (tmp_path / METRICS_FILE).write_bytes(b'{"step": 1, "a": 1.0}\n\x00\x00\n\xff\xfe\n3\n{}\n{"step": 2, "a": 2.0}\n')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_any_text_comes_back(tmp_path: pathlib.Path):
+    """Caught: a text cut at U+2028 or U+0085, which JSON does not escape; half a surrogate pair, which a data file may
+    hold and UTF-8 has no bytes for."""
+    text = "a\u2028b\u0085c\u000cd\n\ud800"
+    with SamplesLog(tmp_path) as log:
+        log.write(1, dataclasses.replace(rollouts(), texts=[text, "b"]))
+    assert [sample["completion"] for sample in read_samples(tmp_path)] == [text, "b"]
+
+
+def test_a_folder_that_cannot_be_written_to_stops_the_run(tmp_path: pathlib.Path):
+    """Caught: the bare OSError."""
+    (tmp_path / METRICS_FILE).mkdir()
+    log = RunLog(tmp_path)
+    with pytest.raises(RunStopped, match=r"The metrics of step 3 can't be written to .*: Is a directory"):
+        log.write(3, {"reward/mean": 0.1})
+    log.close()

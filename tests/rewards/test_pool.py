@@ -41,6 +41,19 @@ def hostile(completion: str) -> float | None:
         sys.exit(0)
     if completion == "raise":
         raise ZeroDivisionError("as told")
+    if completion == "interrupt":
+        raise KeyboardInterrupt
+    if completion == "fork":
+        os.fork()  # and both go on
+    if completion == "speechless":
+
+        class Speechless(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError
+
+        raise Speechless
+    if completion == "beyond float32":
+        return 1e39
     if completion == "nan":
         return float("nan")
     if completion == "none":
@@ -105,15 +118,46 @@ def test_hanging_calls_are_killed_step_after_step():
 
 
 def test_failures_get_the_declared_score_and_are_counted():
-    """Seen to catch: scoring a NaN as it is, and None as a failure."""
+    """Seen to catch: scoring a NaN as it is, and None as a failure; a score that is infinite in float32; a
+    KeyboardInterrupt that ends the worker and is told as an exit code."""
     with runner(memory_bytes=1 << 30) as pool:
-        result = score(pool, ["die", "abc", "exit", "raise", "nan", "none", "print", "memory"])
-    np.testing.assert_array_equal(result.total, np.float32([-1, 3, -1, -1, -1, np.nan, 5, -1]))
+        words = [
+            "die",
+            "abc",
+            "exit",
+            "raise",
+            "nan",
+            "none",
+            "print",
+            "memory",
+            "beyond float32",
+            "interrupt",
+            "speechless",
+        ]
+        result = score(pool, words)
+    np.testing.assert_array_equal(result.total, np.float32([-1, 3, -1, -1, -1, np.nan, 5, -1, -1, -1, -1]))
     np.testing.assert_array_equal(result.components["it"], result.total)
-    assert result.failures == 5
+    assert result.failures == 8
     messages = "\n".join(result.failure_messages)
-    for expected in ("exit code 0", "SystemExit", "ZeroDivisionError: as told", "not finite", "MemoryError"):
+    for expected in (
+        "exit code 0",
+        "SystemExit",
+        "ZeroDivisionError: as told",
+        "returned nan, which is not finite",
+        "MemoryError",
+        "returned 1e+39, which is not finite in float32",
+        "KeyboardInterrupt",
+        "Speechless: its text can't be had (RuntimeError)",
+    ):
         assert expected in messages
+
+
+def test_a_copy_that_a_reward_makes_of_its_process_is_not_heard():
+    """Caught: a score told twice, by the worker and by its fork, which ended the run with an IndexError."""
+    with runner(num_workers=1) as pool:
+        for _ in range(3):
+            result = score(pool, ["fork", "abc", "fork", "a"])
+            np.testing.assert_array_equal(result.total, np.float32([4, 3, 4, 1]))
 
 
 def test_order_does_not_depend_on_who_is_first():

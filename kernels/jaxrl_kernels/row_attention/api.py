@@ -6,13 +6,14 @@ size.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_kernels.row_attention import reference, xla
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "reference": reference.row_attention,
     "xla": xla.row_attention,
 }
@@ -76,11 +77,9 @@ def row_attention(
         raise ValueError(
             f"row attention implementation {name!r} is unknown; choose auto or {', '.join(IMPLEMENTATIONS)}"
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(q.shape[-1] ** -0.5 if scale is None else scale)
     window = jnp.asarray(window, jnp.int32)
-    return IMPLEMENTATIONS[name](
-        q, k, v, positions, segment_ids, prefix_ids, window, scale=float(scale), soft_cap=soft_cap
-    )
+    return IMPLEMENTATIONS[name](q, k, v, positions, segment_ids, prefix_ids, window, scale=scale, soft_cap=soft_cap)
 
 
 def choose() -> str:
