@@ -1,5 +1,6 @@
 """Work for one sample is numpy on the host: what reaches the device does not grow with the number of samples."""
 
+import os
 import pathlib
 import sys
 
@@ -9,7 +10,7 @@ import jaxrl_llm
 from jaxrl_llm.trainer import Trainer
 from tests.test_trainer import exact, make_config
 
-OURS, JAX = (str(pathlib.Path(package.__file__).parent) for package in (jaxrl_llm, jax))
+OURS, JAX = (f"{pathlib.Path(package.__file__).parent}{os.sep}" for package in (jaxrl_llm, jax))
 
 
 def calls_into_jax(function, *arguments):
