@@ -35,7 +35,7 @@ def test_the_calls_of_a_step_do_not_grow_with_its_samples(capfd):
 
     Calls are counted, and, since a jitted function is called past Python, transfers to the device as well.
 
-    Caught: a `jnp` call for each sample in the advantages, in the KL, in `packing.unpack`, in the rollout's lengths; a
+    Caught: a `jnp` call for each group in the advantages, for each sample in the KL and in the rollout's lengths; a
     jitted function called with each sample's numpy array.
     """
     changes = {

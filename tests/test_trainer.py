@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -185,9 +186,12 @@ def test_a_run_that_failed_before_its_first_step_may_be_changed(rows_file, tmp_p
     with pytest.raises(UserError, match="max_prompt_tokens"):
         Trainer(wrong, tmp_path / "run", rewards={"exact": exact}, devices=jax.devices()[:1])
     assert not (tmp_path / "run").exists()
-    wrong = make_config(rows_file, rewards={"exact": {"function": "exact_mtch"}})
-    with pytest.raises(UserError, match="exact_match"):  # found when its folder is taken already
-        Trainer(wrong, tmp_path / "run", devices=jax.devices()[:1])
+    wrong = make_config(rows_file, **{"optimizer.learning_rate": 0.1})
+    lock = threading.Lock()
+    with pytest.raises(
+        UserError, match="exact"
+    ):  # a reward that no worker can be sent, when the folder is taken already
+        Trainer(wrong, tmp_path / "run", rewards={"exact": lambda **columns: lock}, devices=jax.devices()[:1])
     assert (tmp_path / "run" / "config.json").exists()
     _, metrics = run(make_config(rows_file), tmp_path / "run", steps=1)
     assert 1 in metrics
