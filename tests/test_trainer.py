@@ -136,6 +136,7 @@ def test_sigterm_saves_and_resumes(rows_file, tmp_path):
     with pytest.raises(Preempted):
         trainer.train()
     assert len(calls) == 2
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     resumed, metrics = run(config, tmp_path / "run")
     whole, expected = run(make_config(rows_file), tmp_path / "whole")
