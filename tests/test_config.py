@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import logging
 import pathlib
 import subprocess
@@ -17,8 +18,11 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import ALGORITHMS
 from jaxrl_llm.config import MeshConfig, RunConfig, default_config, resolve
 from jaxrl_llm.config_file import default_workdir, read_config, split_overrides
+from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.loading import load_config
+from jaxrl_llm.models.registry import config_from_hf
 from jaxrl_llm.validation import fit_mesh
 from tests.cases import case
 
@@ -599,5 +603,12 @@ def test_a_missing_file_is_named():
 @pytest.mark.parametrize(
     "path", sorted((pathlib.Path(__file__).parent.parent / "configs").glob("*.py")), ids=lambda path: path.stem
 )
-def test_the_configurations_of_this_project_resolve(path: pathlib.Path):
-    resolve(read_config(str(path)), 1)
+def test_the_configurations_of_this_project_fit_their_models(path: pathlib.Path):
+    """Caught: an option that is gone; a response longer than the context; ids outside the vocabulary."""
+    config = resolve(read_config(str(path)), 1)
+    package = config.model.path.removeprefix("package:")
+    if package != config.model.path and importlib.util.find_spec(package) is None:
+        pytest.skip(f"the package {package} is not installed")
+    architecture = config.model.architecture
+    shape = config_from_hf(architecture, path.name) if architecture else load_config(config.model.path)
+    configs.check_against_model(config, shape, load_tokenizer(config.tokenizer.path))

@@ -1,6 +1,7 @@
 """A layout change gives the same parameters, moves only what is missing, and compiles once."""
 
 import dataclasses
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def engine_and_params(shape, *, bucket_bytes=2**20, dtype=jnp.float32, config=UN
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (1, 4, 2)], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20], ids=["array at a time", "all at once"])
 def test_values_and_shardings(shape, bucket_bytes):
-    """Caught: layers in the wrong order; a bucket flushed before its last array is put."""
+    """Caught: layers in the wrong order; a bucket that leaves its last array behind; a last bucket never flushed."""
     engine, params = engine_and_params(shape, bucket_bytes=bucket_bytes)
     moved = engine.to_generation(params)
     expected = engine.decoder.generation_params(jax.device_put(jax.device_get(params)))
@@ -57,7 +58,7 @@ def test_moved_bytes_are_the_theoretical_minimum():
 
 
 def test_equal_layouts_move_nothing_and_share_buffers():
-    """Caught: a cast or copy of parameters that need none."""
+    """Caught: a cast of parameters that need none; a `device_put` of all (which a new array object shows)."""
     engine, params = engine_and_params((1, 1, 1))
     moved = engine.to_generation(params)
     assert engine.last.moved_bytes == 0
@@ -79,7 +80,7 @@ def test_a_cast_halves_what_moves():
 
 
 def test_a_repeated_change_compiles_nothing():
-    """Caught: a layer index that is a Python int, which compiles a program a layer."""
+    """Caught: programs made anew for each change."""
     engine, params = engine_and_params((2, 2, 2))
     engine.to_generation(params)
     with CompileCounter() as compiles:
@@ -87,8 +88,52 @@ def test_a_repeated_change_compiles_nothing():
     assert compiles.count == 0
 
 
+def test_one_program_serves_every_layer():
+    """Caught: a layer index that is a Python int, which compiles a program a layer."""
+    counts = []
+    for num_layers in (2, 2, 4):  # the first compiles what has nothing to do with layers
+        config = dataclasses.replace(CONFIG, num_layers=num_layers, windows=(None,) * num_layers)
+        engine, params = engine_and_params((2, 2, 2), config=config)
+        with CompileCounter() as compiles:
+            engine.to_generation(params)
+        counts.append(compiles.count)
+    assert counts[1] == counts[2] > 0
+
+
+def test_a_change_holds_one_bucket_beside_both_layouts(monkeypatch):
+    """Caught: everything moved at once; sources that are kept until the end; buckets that do not wait for each other.
+
+    Whatever is neither a training parameter nor part of the result is the change's own memory.
+    """
+    bucket_bytes = 12_000  # between a layer's largest array and a whole layer
+    engine, params = engine_and_params((1, 4, 2), bucket_bytes=bucket_bytes)
+    others = jax.live_arrays()
+    known = {id(array) for array in others}
+    events, in_flight, alive = [], [], []
+    put, wait = jax.device_put, jax.block_until_ready
+
+    def counted_put(arrays, targets):
+        events.append("put")
+        in_flight.append(sum(array.nbytes for array in arrays))
+        alive.append([(weakref.ref(array), array.nbytes) for array in jax.live_arrays() if id(array) not in known])
+        return put(arrays, targets)
+
+    def counted_wait(arrays):
+        events.append("wait")
+        return wait(arrays)
+
+    monkeypatch.setattr(jax, "device_put", counted_put)
+    monkeypatch.setattr(jax, "block_until_ready", counted_wait)
+    result = engine.to_generation(params)
+    largest = max(leaf.nbytes for leaf in jax.tree.leaves(result))
+    assert events == ["put", "wait"] * len(in_flight) and len(in_flight) > 2
+    assert max(in_flight) <= bucket_bytes + largest
+    beside = [sum(num_bytes for array, num_bytes in arrays if array() is None) for arrays in alive]
+    assert max(beside) <= bucket_bytes + largest
+
+
 def test_received_bytes_of_one_array():
-    """Caught: overlap counted per array instead of per device."""
+    """Caught: the overlap with the first device's shard in place of each device's own."""
     mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2))
     source = TRAINING.sharding(mesh, ("embed", "mlp"))
     target = GENERATION.sharding(mesh, ("embed", "mlp"))

@@ -14,7 +14,11 @@ from tests.cases import case
 def adam_by_hand(config_input):
     """Parameters after each step of the case, through `apply`."""
     config = OptimizerConfig(
-        learning_rate=config_input["lr"], b1=config_input["b1"], b2=config_input["b2"], weight_decay=0.0
+        learning_rate=config_input["lr"],
+        b1=config_input["b1"],
+        b2=config_input["b2"],
+        eps=config_input["eps"],
+        weight_decay=0.0,
     )
     optimizer = make_optimizer(config, 10)
     params = {"w": jnp.float32(config_input["w0"])}
@@ -31,10 +35,13 @@ def test_c01_adam():
     spec = case("C01")
     # float32: the moments round at 1e-7, and the update divides two of them.
     np.testing.assert_allclose(adam_by_hand(spec["input"]), spec["expected"]["w"], atol=1e-5)
+    first = {**spec["input"], "grads": [0.5], "eps": 0.5}  # large enough to see: 0.5 / (0.5 + 0.5)
+    np.testing.assert_allclose(adam_by_hand(first), [1.0 - 0.1 * 0.5], atol=1e-6)
 
 
 def test_l43_the_clip_bounds_the_global_norm():
-    """Caught: reporting the norm after the clip. That the gradient is a whole batch's is tested with the update."""
+    """Caught: clipping each entry in place of the global norm; reporting the norm after the clip. That the gradient is
+    a whole batch's is tested with the update."""
     spec = case("L43")
     mean = np.mean(spec["input"]["micro_gradients"], axis=0).astype(np.float32)
     sgd = make_optimizer(OptimizerConfig(name="sgd", learning_rate=1.0), 1)
@@ -47,11 +54,11 @@ def test_l43_the_clip_bounds_the_global_norm():
 
 def test_weight_decay_is_decoupled():
     """Caught: decay added to the gradient, which Adam normalises away."""
-    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
+    config = OptimizerConfig(learning_rate=0.1, weight_decay=0.25)
     optimizer = make_optimizer(config, 1)
     params = {"w": jnp.float32(2.0)}
     new, *_ = apply(optimizer, {"w": jnp.float32(0.0)}, optimizer.init(params), params, 0.0)
-    assert float(new["w"]) == pytest.approx(2.0 - 0.1 * 0.5 * 2.0)
+    assert float(new["w"]) == pytest.approx(2.0 - 0.1 * 0.25 * 2.0)  # Adam would make 0.1 of it
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear"])

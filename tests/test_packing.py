@@ -25,6 +25,7 @@ def test_no_two_blocks_share_a_column(lengths):
 
 
 def test_long_sequences_are_refused():
+    """Caught: no check, which puts the sequence into the first row."""
     with pytest.raises(ValueError, match="18 tokens"):
         first_fit_decreasing([3, 18], 17)
 
@@ -104,7 +105,7 @@ def ragged(lengths, prompts):
 
 
 def test_unpack_inverts_pack():
-    """Caught: a start column taken from the wrong row; a mask shifted by one."""
+    """Caught: a start column taken from another row; a mask shifted by one."""
     lengths, prompts = [5, 9, 3, 12, 4], [2, 3, 3, 1, 1]  # the third has no trained token
     sequences = ragged(lengths, prompts)
     batch, placement = pack(
@@ -123,7 +124,7 @@ def test_unpack_inverts_pack():
 
 
 def test_t09_positions_restart_with_each_sequence():
-    """Caught: positions that count padding or run on over a row."""
+    """Caught: positions that run on over a row."""
     expected = case("T09")["expected"]["position_ids"]
     sequences = ragged([3, 5], [1, 1])
     batch, placement = pack(

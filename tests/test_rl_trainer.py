@@ -19,8 +19,8 @@ def test_step_takes_any_number_of_prompts_and_a_local_function():
     a step that takes the policy after the first one as the one that sampled (the run would stop itself)."""
     seen = 0.5
 
-    def reward(prompt, completion, answer):  # a closure, as in a notebook cell
-        return float(completion == answer) + seen
+    def reward(prompt, completion, answer):  # a closure, as in a notebook cell; not the same for all of a group
+        return float(completion == answer) + sum(map(ord, completion)) % 2 + seen
 
     with jaxrl_llm.RLTrainer(
         model="builtin:tiny_addition", reward=reward, train_batch_size=2, rollout_len=4, options=OPTIONS
@@ -30,7 +30,8 @@ def test_step_takes_any_number_of_prompts_and_a_local_function():
             metrics, rollouts = trainer.step(prompts, answers)
             assert len(rollouts.texts) == 4 * len(prompts)
             expected = [
-                float(text == answers[index]) + seen for text, index in zip(rollouts.texts, rollouts.group, strict=True)
+                reward(prompts[index], text, answers[index])
+                for text, index in zip(rollouts.texts, rollouts.group, strict=True)
             ]
             np.testing.assert_allclose(rollouts.rewards, expected)
             assert metrics["reward/mean"] == pytest.approx(np.mean(expected))
@@ -41,6 +42,7 @@ def test_step_takes_any_number_of_prompts_and_a_local_function():
 
 
 def test_wrong_options_are_refused_before_anything_runs():
+    """Caught: a rollout_len that is only refused under the name that the configuration has for it."""
     with pytest.raises(UserError, match="rollout_len=64"):
         jaxrl_llm.RLTrainer(model="builtin:tiny_addition", reward="exact_match", rollout_len=64)
     with pytest.raises(UserError, match=r"optimizer\.learning_rate"):

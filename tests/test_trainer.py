@@ -6,6 +6,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 
 import jax
 import numpy as np
@@ -89,19 +90,20 @@ def test_resume_equals_no_interruption(rows_file, tmp_path, stop_after):
 
 
 def test_same_seed_same_run_and_another_seed_another(rows_file, tmp_path):
-    """Caught: keys from the clock; a seed that the sampler ignores."""
-    first, first_metrics = run(make_config(rows_file), tmp_path / "a")
-    second, second_metrics = run(make_config(rows_file), tmp_path / "b")
+    """Caught: seeds from the clock; a seed that the sampler ignores (the rows come in the file's order here)."""
+    in_order = {"data.shuffle": False}
+    first, first_metrics = run(make_config(rows_file, **in_order), tmp_path / "a")
+    second, second_metrics = run(make_config(rows_file, **in_order), tmp_path / "b")
     assert_equal_runs(first, second, first_metrics, second_metrics, range(1, 7))
-    # After the first steps nothing is compiled: caught a Python number in place of an array in the update.
+    # After the first steps nothing is compiled. Caught: a denominator that is static in the update.
     assert [first_metrics[step]["compile/count"] for step in range(3, 7)] == [0.0] * 4
-    other, _ = run(make_config(rows_file, seed=1), tmp_path / "c")
+    other, _ = run(make_config(rows_file, seed=1, **in_order), tmp_path / "c")
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), first.roles["policy"].params, other.roles["policy"].params)
     assert not jax.tree.all(same)
 
 
 def test_a_checkpoint_continues_on_another_mesh(rows_file, tmp_path):
-    """Caught: restoring into the shardings of the saved run."""
+    """Caught: restoring without the shardings of the new run."""
     whole, expected = run(make_config(rows_file), tmp_path / "whole")
     run(make_config(rows_file), tmp_path / "parts", steps=3)
     meshed = make_config(rows_file, **{"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2})
@@ -118,7 +120,7 @@ def test_a_checkpoint_continues_on_another_mesh(rows_file, tmp_path):
 
 
 def test_sigterm_saves_and_resumes(rows_file, tmp_path):
-    """Caught: a signal that ends the process without a checkpoint."""
+    """Caught: a signal that ends the run without a checkpoint; one that is not listened to any more afterwards."""
     config = make_config(rows_file, **{"checkpoint.every_steps": 0})
     calls = []
 
@@ -135,6 +137,7 @@ def test_sigterm_saves_and_resumes(rows_file, tmp_path):
     with pytest.raises(Preempted):
         trainer.train()
     assert len(calls) == 2
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     resumed, metrics = run(config, tmp_path / "run")
     whole, expected = run(make_config(rows_file), tmp_path / "whole")
@@ -167,7 +170,7 @@ def test_another_configuration_does_not_continue_a_run(rows_file, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(rows_file, tmp_path):
-    """Caught: a NaN that is averaged away or saved."""
+    """Caught: a step that is saved before it is checked; a check of the reward alone."""
     config = make_config(rows_file, **{"algorithm.entropy_coef": 1e38, "checkpoint.every_steps": 1})
     trainer = Trainer(config, tmp_path / "run", rewards={"exact": exact}, devices=jax.devices()[:1])
     with pytest.raises(RunStopped, match="last checkpoint is good"):
@@ -191,7 +194,7 @@ def test_metrics_leave_out_an_update_without_a_trained_token(rows_file):
 
 
 def test_a_decoder_that_disagrees_stops_the_run(rows_file, tmp_path, monkeypatch):
-    """Caught: a sampler temperature that the trainer does not share."""
+    """Caught: a difference that is reported but bounds nothing; a trainer at a fixed temperature."""
     trainer = Trainer(make_config(rows_file), None, rewards={"exact": exact}, devices=jax.devices()[:1])
     complete = trainer.rollout.complete
 
@@ -209,6 +212,14 @@ def test_a_run_that_failed_before_its_first_step_may_be_changed(rows_file, tmp_p
     wrong = make_config(rows_file, **{"data.max_prompt_tokens": 31, "training.row_tokens": 0})
     with pytest.raises(UserError, match="max_prompt_tokens"):
         Trainer(wrong, tmp_path / "run", rewards={"exact": exact}, devices=jax.devices()[:1])
+    assert not (tmp_path / "run").exists()
+    wrong = make_config(rows_file, **{"optimizer.learning_rate": 0.1})
+    lock = threading.Lock()
+    with pytest.raises(
+        UserError, match="exact"
+    ):  # a reward that no worker can be sent, when the folder is taken already
+        Trainer(wrong, tmp_path / "run", rewards={"exact": lambda **columns: lock}, devices=jax.devices()[:1])
+    assert (tmp_path / "run" / "config.json").exists()
     _, metrics = run(make_config(rows_file), tmp_path / "run", steps=1)
     assert 1 in metrics
 
@@ -255,11 +266,13 @@ trainer.train()
 
 
 def test_a_killed_run_resumes_to_the_same_end(rows_file, tmp_path):
-    """SIGKILL in the middle of a step. Caught: a checkpoint named before it is complete; reward workers left behind."""
+    """SIGKILL in the middle of a step. Caught: reward workers left behind, which hold its output open; a run that saves
+    only at its end."""
     root = str(pathlib.Path(__file__).parent.parent)
     script = KILLED.format(root=root, rows=str(rows_file), workdir=str(tmp_path / "killed"))
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
+    assert (tmp_path / "killed" / "checkpoints" / "2").is_dir()  # the third was perhaps not complete
     config = make_config(rows_file, **{"checkpoint.every_steps": 1})
     resumed, metrics = run(config, tmp_path / "killed")
     whole, expected = run(make_config(rows_file), tmp_path / "whole")

@@ -32,7 +32,7 @@ CONFIG = ModelConfig(
     head_size=8,
     max_position=64,
     norm_eps=1e-5,
-    windows=(None, None),
+    windows=(None, 4),  # the second layer's is shorter than most sequences
     rope=RopeConfig(),
     tie_embeddings=True,
 )
@@ -81,7 +81,10 @@ def one_sgd_step(
     share_prompts=False,
     clip_norm=0.0,
 ):
-    """Parameters after one step, its loss and the gradient's norm, on a (data, fsdp, tensor, pipeline) mesh."""
+    """Parameters after one step, its loss and the gradient's norm, on a (data, fsdp, tensor, pipeline) mesh.
+
+    What the micro-batches without data hold is NaN.
+    """
     data, fsdp, tensor, pipeline = mesh_shape
     config = MeshConfig(data=data, fsdp=fsdp, tensor=tensor, pipeline=pipeline)
     mesh = make_mesh(config, jax.devices()[: data * fsdp * tensor * pipeline])
@@ -101,6 +104,7 @@ def one_sgd_step(
         max_micro_batches=packing.micro_batches_for(SEQUENCES, shape) + extra_micro_batches,
         share_prompts=share_prompts,
     )
+    batch.rows.old_logprobs[batch.num_micro_batches :] = np.nan
     role, metrics = step(
         role,
         update.put_rows(batch, mesh),
@@ -112,13 +116,13 @@ def one_sgd_step(
 
 
 @functools.cache
-def reference_step():
+def reference_step(clip_norm=0.0):
     # One sequence a row, all rows in one micro-batch: nothing is split or packed.
-    return one_sgd_step(row_tokens=16, micro_batch_tokens=16 * SEQUENCES)
+    return one_sgd_step(row_tokens=16, micro_batch_tokens=16 * SEQUENCES, clip_norm=clip_norm)
 
 
-def assert_same_step(params, metrics):
-    expected_params, expected = reference_step()
+def assert_same_step(params, metrics, clip_norm=0.0):
+    expected_params, expected = reference_step(clip_norm)
     difference = jax.tree.map(lambda a, b: np.sum(np.square(a - b)), params, expected_params)
     relative = np.sqrt(sum(jax.tree.leaves(difference))) / expected["policy/grad_norm"]
     assert relative < 1e-5  # float32 sums in another order; measured 1e-7 to 1e-6
@@ -239,8 +243,15 @@ def test_remat_does_not_change_the_update():
     assert_same_step(*one_sgd_step(remat="full"))
 
 
+def test_the_clip_is_on_the_accumulated_gradient():
+    """L43 in the update. Caught: clipping each micro-batch's gradient."""
+    clip_norm = reference_step()[1]["policy/grad_norm"] / 2
+    assert_same_step(*one_sgd_step(row_tokens=16, micro_batch_tokens=16, clip_norm=clip_norm), clip_norm)
+
+
 def test_the_step_moves_the_parameters():
-    """Without this the equalities above would hold for an update that does nothing."""
+    """Without this the equalities above would hold for an update that does nothing. Caught: one that returns
+    the old parameters."""
     params, metrics = reference_step()
     assert metrics["policy/update_skipped"] == 0
     assert metrics["policy/grad_norm"] > 1e-2
@@ -249,7 +260,7 @@ def test_the_step_moves_the_parameters():
 
 
 def test_a_gradient_that_is_not_finite_changes_nothing():
-    """Caught: clipping by a NaN norm, which writes NaN into every parameter."""
+    """Caught: an update that is made whatever the norm is, which writes NaN into every parameter."""
     params, metrics = one_sgd_step(options=dataclasses.replace(OPTIONS, kl_coef=float("inf")))
     assert metrics["policy/update_skipped"] == 1
     jax.tree.map(np.testing.assert_array_equal, params, initial_params())

@@ -16,7 +16,7 @@ def advantages(groups, **options):
 
 
 def test_l05_equal_rewards_have_exactly_zero_advantage():
-    """Caught: dropping the max == min test (0.1 seven times gives rounding noise divided by rounding noise)."""
+    """Caught: float32 statistics without the max == min test (0.1 seven times: rounding noise over rounding noise)."""
     for group in advantages(case("L05")["input"]["groups"]):
         assert group == [0.0] * len(group)
 
@@ -27,7 +27,7 @@ def test_l07_a_group_of_one_has_zero_advantage():
 
 
 def test_l09_without_std():
-    """Caught: dividing by the standard deviation under normalize_std=False."""
+    """Caught: dividing by the standard deviation under normalize_std=False all the same."""
     (got,) = advantages([case("L09")["input"]["rewards"]], normalize_std=False)
     np.testing.assert_allclose(got, case("L09")["expected"]["advantage"], atol=1e-6)
 
@@ -41,7 +41,7 @@ def test_l45_an_unscored_sample_is_left_out():
 
 
 def test_d09_equal_rows_are_separate_groups():
-    """Caught: grouping by text or id, which merges the two rows."""
+    """Caught: statistics over both rows at once, as if grouped by their equal ids."""
     spec = case("D09")
     got = advantages(spec["input"]["rewards"])
     np.testing.assert_allclose(got, spec["expected"]["advantage_ddof1"], atol=1e-6)

@@ -2,14 +2,17 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import ALGORITHMS
-from jaxrl_llm.algorithms.grpo import GRPOOptions, prepare
+from jaxrl_llm.algorithms.grpo import GRPOOptions, losses, prepare
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.types import Example, Rollouts
+from jaxrl_llm.packing import RowShape, pack
+from jaxrl_llm.types import Example, Rollouts, TokenOutputs
 
 LOGPROBS = {"policy": -1.0, "reference": -1.5}
 
@@ -89,6 +92,8 @@ def test_truncated_responses_can_be_masked():
     """Caught: masking them by default; masking by length in place of the finish reason."""
     assert prepared()[0].loss_mask[2].any()
     assert not prepared(mask_truncated=True)[0].loss_mask[2].any()
+    just_fits = make_rollouts(reasons=("stop",) * 4)  # the third ends with its EOS, at the budget
+    assert prepared(just_fits, mask_truncated=True)[0].loss_mask[2].any()
 
 
 def test_old_logprobs_only_where_there_are_several_updates():
@@ -100,7 +105,7 @@ def test_old_logprobs_only_where_there_are_several_updates():
 
 
 def test_kl_in_the_reward_moves_the_advantage_and_not_the_loss():
-    """L17 in the algorithm. Caught: KL in both places; a KL of the prompt's tokens.
+    """L17 in the algorithm. Caught: KL in both places; a mean over the tokens in place of their sum.
 
     k1 is 0.5 a token, so with kl_coef 0.2 the shaped rewards are score - 0.1 x length.
     """
@@ -111,6 +116,12 @@ def test_kl_in_the_reward_moves_the_advantage_and_not_the_loss():
     got = [values[mask][0] for values, mask in zip(sequences.advantages, sequences.loss_mask, strict=True)]
     np.testing.assert_allclose(got, expected, atol=1e-6)
     assert sequences.metrics["kl/mean"] == pytest.approx(0.5)
+
+    batch, _ = pack(sequences, RowShape(8, 4), aggregation="token-mean", max_response_tokens=4, max_micro_batches=1)
+    rows = jax.tree.map(lambda field: jnp.asarray(field[0]), batch.rows)
+    outputs = TokenOutputs(jnp.where(rows.loss_mask, LOGPROBS["policy"], 0.0), jnp.zeros(rows.tokens.shape))
+    objective = losses(context.options, outputs, rows)
+    assert objective.total == objective.weighted["loss/policy"] and "kl/mean" not in objective.counted
 
 
 def test_a_truncated_response_out_of_the_loss_keeps_its_shaped_reward():
@@ -125,10 +136,11 @@ def test_a_truncated_response_out_of_the_loss_keeps_its_shaped_reward():
 
 
 def test_overlong_penalty_shapes_the_reward():
-    """Caught: a penalty on the weight in place of the reward."""
+    """Caught: a penalty that never reaches the reward; the prompt's tokens counted as well."""
     sequences, _ = prepared(overlong_buffer_tokens=2, advantage_normalization="none")
     got = [values[mask][0] for values, mask in zip(sequences.advantages, sequences.loss_mask, strict=True)]
-    np.testing.assert_allclose(got[2:], [-0.5, 0.5], atol=1e-6)  # the truncated response of 4 tokens loses 1
+    # Responses of 3 and 4 of 4 tokens lose a half and 1, the shorter ones nothing.
+    np.testing.assert_allclose(got, [0.25, -0.25, -0.5, 0.5], atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +157,7 @@ def test_overlong_penalty_shapes_the_reward():
     ids=lambda value: str(value),
 )
 def test_options_that_cannot_work_are_refused(changes, message):
-    """G01, G07. Each message names the option."""
+    """G01, G07. Each message names the option. Caught: each check and each bound of grpo's options taken out."""
     config = configs.default_config("grpo").to_dict()
     config["model"]["path"] = "builtin:tiny_addition"
     config["rewards"] = {"exact": {"function": "exact_match"}}
@@ -156,6 +168,7 @@ def test_options_that_cannot_work_are_refused(changes, message):
 
 
 def test_registry_names_match():
+    """Caught: an algorithm registered under another name than its own."""
     assert all(name == algorithm.name for name, algorithm in ALGORITHMS.items())
 
 
