@@ -41,25 +41,31 @@ def make_optimizer(config: OptimizerConfig, total_updates: int) -> optax.Gradien
 
 
 def apply(
-    optimizer: optax.GradientTransformation, gradients: Any, opt_state: Any, params: Any, clip_norm: float
+    optimizer: optax.GradientTransformation,
+    gradients: Any,
+    opt_state: Any,
+    params: Any,
+    clip_norm: float,
+    denominator: Float[Array, ""] | float = 1.0,
 ) -> tuple[Any, Any, Float[Array, ""], Bool[Array, ""]]:
-    """One update from the gradient of the whole optimizer batch.
+    """One update from the gradient of the whole optimizer batch, ``gradients / denominator``.
 
     The norm is global: over every parameter and every shard, after accumulation. A norm that is not finite
     leaves parameters and optimizer as they were (the caller stops the run); NaN is never written.
 
     Args:
-      gradients: float32, already divided by the batch's denominator.
+      gradients: float32 sums over the batch. Dividing and clipping is one factor, and one pass over them.
       clip_norm: largest norm; 0 = no clipping.
 
     Returns:
       New parameters and optimizer state, the norm before clipping, and whether the update was made.
     """
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients)))
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(gradients))) / denominator
     finite = jnp.isfinite(norm)
+    scale = jnp.float32(1.0)
     if clip_norm:
         scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
-        gradients = jax.tree.map(lambda leaf: leaf * scale, gradients)
+    gradients = jax.tree.map(lambda leaf: leaf * (scale / denominator), gradients)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax mixes both
         updates, new_state = optimizer.update(gradients, opt_state, params)
         new_params = optax.apply_updates(params, updates)

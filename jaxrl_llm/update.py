@@ -140,8 +140,9 @@ def make_update(
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), role.params)
         grads, sums = jax.lax.fori_loop(0, num_micro_batches, body, (zeros, empty))
-        grads = jax.tree.map(lambda leaf: leaf / denominator, grads)
-        new_params, opt_state, norm, finite = optimizers.apply(optimizer, grads, role.opt_state, role.params, clip_norm)
+        new_params, opt_state, norm, finite = optimizers.apply(
+            optimizer, grads, role.opt_state, role.params, clip_norm, denominator
+        )
         metrics = {name: value / denominator for name, value in sums.weighted.items()}
         metrics |= {name: value / jnp.maximum(count, 1.0) for name, (value, count) in sums.counted.items()}
         metrics |= sums.maxima
