@@ -175,8 +175,7 @@ class TrainingConfig:
     )
     row_tokens: int = option(
         0,
-        "Length of a packed row; 0 means the longest prompt with one longest completion, or with as many of its "
-        "group as keep the row within 1024 tokens.",
+        "Length of a packed row; 0 means micro_batch_tokens, at most 8192, or the longest prompt and completion.",
         low=0,
         unit="tokens",
     )
@@ -397,18 +396,15 @@ def resolve(
     return run if device_count is None else with_mesh(run, device_count)
 
 
-SHARED_ROW_TOKENS = 1024
-"""Rows up to this length are worth making longer so that a group shares its prompt; beyond it, attention between
-completions that don't see each other costs more than the repeated prompt."""
+LONG_ROW_TOKENS = 8192
+"""Rows are as long as a micro-batch allows, up to this. Attention meets only what can be seen, so a long row costs no
+more than short ones, fills better and shares more prompts; beyond it, finding what can be seen begins to cost."""
 
 
 def default_row_tokens(config: RunConfig) -> int:
     """`training.row_tokens` where it is not given."""
-    prompt, completion = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    shared = min(config.rollout.samples_per_prompt, (SHARED_ROW_TOKENS - prompt) // completion)
-    shared = shared if config.training.share_prompts else 1
-    row_tokens = prompt + completion * max(shared, 1)
-    return max(prompt + completion, min(row_tokens, config.training.micro_batch_tokens))
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return max(longest, min(config.training.micro_batch_tokens, LONG_ROW_TOKENS))
 
 
 def with_mesh(config: RunConfig, device_count: int) -> RunConfig:

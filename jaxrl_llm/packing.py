@@ -9,6 +9,7 @@ program serves every step and only `num_micro_batches` of them are computed.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -50,52 +51,101 @@ class Placement:
     num_rows: int
 
 
-def first_fit_decreasing(lengths: Sequence[int], row_tokens: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Row and first column of each block, and the number of rows: longest first, each into the first row with room.
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Sequences that stand together in a row: their prompt once, then their completions.
 
-    Deterministic, and at most one row a block.
+    Attributes:
+      members: indices of the sequences; ``lengths`` are the tokens of their completions.
+    """
+
+    prompt: int
+    members: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return self.prompt + sum(self.lengths)
+
+    def split(self, room: int) -> tuple[Block, Block]:
+        """As many of the completions, in order, as fit into `room` behind the prompt, and the others."""
+        free = room - self.prompt
+        taken: list[int] = []
+        for index, length in enumerate(self.lengths):
+            if length <= free:
+                taken.append(index)
+                free -= length
+        kept = [index for index in range(len(self.lengths)) if index not in taken]
+        first, second = (
+            Block(self.prompt, tuple(self.members[i] for i in part), tuple(self.lengths[i] for i in part))
+            for part in (taken, kept)
+        )
+        return first, second
+
+
+def fill_rows(blocks: Sequence[Block], row_tokens: int) -> tuple[list[tuple[Block, int, int]], int]:
+    """Every block with its row and first column, and the number of rows.
+
+    Row by row: the largest block that still fits, until none does; what is left of the row takes a part of the
+    largest one, where its completions are at least as long as the prompt that has to stand there again. Deterministic.
 
     Raises:
-      ValueError: a block is longer than a row.
+      ValueError: a prompt with one completion is longer than a row.
     """
-    length = np.asarray(lengths, np.int64)
-    if len(length) and length.max() > row_tokens:
-        raise ValueError(f"a sequence of {length.max()} tokens does not fit into rows of {row_tokens}")
-    row, start = np.zeros(len(length), np.int64), np.zeros(len(length), np.int64)
-    free = np.full(len(length), row_tokens, np.int64)
-    used = 0
-    for n in np.argsort(-length, kind="stable"):
-        target = int(np.argmax(free[: used + 1] >= length[n]))  # an unused row always has room
-        row[n], start[n] = target, row_tokens - free[target]
-        free[target] -= length[n]
-        used = max(used, target + 1)
-    return row, start, used
+    pool: list[tuple[int, int, Block]] = []
+    for block in blocks:
+        while block.members:
+            part, block = block.split(row_tokens)
+            if not part.members:
+                longest = block.prompt + max(block.lengths)
+                raise ValueError(f"a sequence of {longest} tokens does not fit into rows of {row_tokens}")
+            pool.append((part.size, len(pool), part))
+    pool.sort(key=lambda entry: entry[:2])
+    placed: list[tuple[Block, int, int]] = []
+    num_rows, number = 0, len(pool)
+    while pool:
+        free = row_tokens
+        while fitting := bisect.bisect_right(pool, free, key=lambda entry: entry[0]):
+            size, _, block = pool.pop(fitting - 1)
+            placed.append((block, num_rows, row_tokens - free))
+            free -= size
+        if pool:
+            part, rest = pool[-1][2].split(free)
+            if part.members and part.size >= 2 * part.prompt:
+                pool.pop()
+                placed.append((part, num_rows, row_tokens - free))
+                number += 1
+                bisect.insort(pool, (rest.size, number, rest), key=lambda entry: entry[:2])
+        num_rows += 1
+    return placed, num_rows
 
 
-def _blocks(sequences: Sequences, prompts: np.ndarray, row_tokens: int, share_prompts: bool) -> list[list[int]]:
-    """Indices that are placed together: completions of one prompt, as many as fit a row behind it.
+def _blocks(sequences: Sequences, prompts: np.ndarray, share_prompts: bool) -> list[Block]:
+    """The sequences of each prompt, the longest completion first; each for itself where prompts are not shared.
 
     Args:
       prompts: ``[N]`` tokens before the first trained one; 0 leaves a sequence out.
     """
-    blocks: list[list[int]] = []
-    open_block: dict[tuple[int, bytes], tuple[list[int], int]] = {}
-    for n in np.flatnonzero(prompts):
-        tokens, prompt = sequences.tokens[n], int(prompts[n])
-        key = (int(sequences.group[n]), tokens[:prompt].tobytes())
-        completion = len(tokens) - prompt
-        block, length = open_block.get(key, ([], row_tokens)) if share_prompts else ([], row_tokens)
-        if length + completion > row_tokens:
-            block, length = [], prompt
-            blocks.append(block)
-        block.append(int(n))
-        open_block[key] = (block, length + completion)
+    groups: dict[Any, list[int]] = {}
+    for n in np.flatnonzero(prompts).tolist():
+        shared = (int(sequences.group[n]), sequences.tokens[n][: prompts[n]].tobytes())
+        groups.setdefault(shared if share_prompts else n, []).append(n)
+    blocks = []
+    for members in groups.values():
+        members.sort(key=lambda n: -len(sequences.tokens[n]))
+        prompt = int(prompts[members[0]])
+        blocks.append(Block(prompt, tuple(members), tuple(len(sequences.tokens[n]) - prompt for n in members)))
     return blocks
 
 
-def micro_batches_for(num_sequences: int, shape: RowShape) -> int:
-    """The most micro-batches that `num_sequences` can need: one row a sequence."""
-    return max(1, -(-num_sequences // shape.rows_per_micro))
+def micro_batches_for(num_sequences: int, longest: int, shape: RowShape) -> int:
+    """The most micro-batches that `num_sequences` of at most `longest` tokens can need.
+
+    One row a sequence at most; and of the rows that `fill_rows` makes, no two but the last hold together less than a
+    row, so that they are more than half full on average.
+    """
+    rows = min(num_sequences, 2 * -(-num_sequences * longest // shape.row_tokens) + 2)
+    return max(1, -(-rows // shape.rows_per_micro))
 
 
 def pack(
@@ -111,7 +161,7 @@ def pack(
 
     Args:
       aggregation: see `algorithms.aggregation`; its weights and denominator go into the result.
-      max_micro_batches: M of the result.
+      max_micro_batches: M of the result, doubled as often as needed.
       share_prompts: whether the samples of a group share their prompt; changes speed, not the result.
     """
     trained = np.array([int(mask.sum()) for mask in sequences.loss_mask], np.int64)
@@ -121,12 +171,10 @@ def pack(
     )
     if any(count and not prompt for count, prompt in zip(trained, prompts, strict=True)):
         raise ValueError("the first token of a sequence can't be trained: nothing stands before it to predict it")
-    blocks = _blocks(sequences, prompts, shape.row_tokens, share_prompts)
-    lengths = [int(prompts[block[0]] + sum(len(sequences.tokens[n]) - prompts[n] for n in block)) for block in blocks]
-    block_row, block_start, num_rows = first_fit_decreasing(lengths, shape.row_tokens)
+    placed, num_rows = fill_rows(_blocks(sequences, prompts, share_prompts), shape.row_tokens)
     num_micro = -(-num_rows // shape.rows_per_micro)
-    if num_micro > max_micro_batches:
-        raise ValueError(f"{num_rows} rows do not fit into {max_micro_batches} micro-batches")
+    while num_micro > max_micro_batches:
+        max_micro_batches *= 2
     weights, denominator = token_weights(trained, aggregation, max_response_tokens)
 
     total_rows = max_micro_batches * shape.rows_per_micro
@@ -142,20 +190,19 @@ def pack(
     placement = Placement(
         np.full(len(trained), -1, np.int64), [slice(0, 0)] * len(trained), [slice(0, 0)] * len(trained), num_rows
     )
-    # From left to right: segment ids then grow along a row, and attention skips blocks by their range of ids.
-    for b in np.lexsort((block_start, block_row)).tolist():
-        block, row, start = blocks[b], int(block_row[b]), int(block_start[b])
-        prompt = int(prompts[block[0]])
+    # Rows are filled from left to right: ids grow along a row, and attention skips blocks by their range of ids.
+    for block, row, start in placed:
+        prompt = block.prompt
         column = start + prompt
         segments[row] += 1
         shared = segments[row]
-        _write(fields, row, slice(start, column), shared, 0, sequences.tokens[block[0]][:prompt], 0)
-        for n in block:
+        _write(fields, row, slice(start, column), shared, 0, sequences.tokens[block.members[0]][:prompt], 0)
+        for n in block.members:
             tokens = sequences.tokens[n][prompt:]
             columns = slice(column, column + len(tokens))
-            if len(block) > 1:  # a lone completion simply goes on in its prompt's segment
+            if len(block.members) > 1:  # a lone completion simply goes on in its prompt's segment
                 segments[row] += 1
-            _write(fields, row, columns, segments[row], shared if len(block) > 1 else 0, tokens, prompt)
+            _write(fields, row, columns, segments[row], shared if len(block.members) > 1 else 0, tokens, prompt)
             fields["predictors"][row, column] = start + prompt - 1
             mask = sequences.loss_mask[n][prompt:]
             fields["loss_mask"][row, columns] = mask

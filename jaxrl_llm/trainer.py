@@ -215,7 +215,7 @@ class Trainer:
         samples were all left out has none to tell of), maxima stay maxima."""
         found: list[dict[str, float]] = []
         empty: list[dict[str, float]] = []
-        tokens = 0
+        tokens = columns = 0
         batches = packing.mini_batches(sequences, self.config.training.mini_batch_size)
         for _ in range(self.config.training.epochs):
             for members in batches:
@@ -224,6 +224,7 @@ class Trainer:
                     batch, _ = self._pack(part)
                     rows = update.put_rows(batch, self.mesh)
                     tokens += int((batch.rows.segment_ids > 0).sum())
+                    columns += batch.num_micro_batches * batch.rows.tokens[0].size
                 with timer("update"):
                     self.roles["policy"], metrics = self._update(
                         self.roles["policy"],
@@ -236,24 +237,23 @@ class Trainer:
                     (found if batch.num_micro_batches else empty).append(values)
         found = found or empty
         metrics = {name: (max if name.endswith("_max") else _mean)([one[name] for one in found]) for name in found[0]}
+        metrics["perf/row_fill"] = tokens / max(columns, 1)
         metrics["perf/train_tokens_per_s"] = tokens / max(timer.seconds["update"], 1e-9)
         return metrics
 
     def _pack(self, sequences: Sequences) -> tuple[Any, packing.Placement]:
-        """One shape for every batch of at most `mini_batch_size` prompts, larger ones rounded up to powers of two."""
-        usual = self.config.training.mini_batch_size * (
-            self.config.rollout.samples_per_prompt if self.algorithm.generates else 1
-        )
-        capacity = packing.micro_batches_for(usual, self.row_shape)
-        while packing.micro_batches_for(len(sequences.tokens), self.row_shape) > capacity:
-            capacity *= 2
+        """One shape for every batch of at most `mini_batch_size` prompts; twice, four times … as many micro-batches for
+        one that needs more."""
+        config = self.config
+        usual = config.training.mini_batch_size * (config.rollout.samples_per_prompt if self.algorithm.generates else 1)
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
         return packing.pack(
             sequences,
             self.row_shape,
             aggregation=self.algorithm.loss_aggregation(self.options),
-            max_response_tokens=self.config.rollout.max_new_tokens,
-            max_micro_batches=capacity,
-            share_prompts=self.config.training.share_prompts,
+            max_response_tokens=config.rollout.max_new_tokens,
+            max_micro_batches=packing.micro_batches_for(usual, longest, self.row_shape),
+            share_prompts=config.training.share_prompts,
         )
 
     def logprobs(self, role: str, sequences: Sequences) -> list[np.ndarray]:

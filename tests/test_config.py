@@ -467,7 +467,7 @@ def test_a_missing_or_broken_saved_configuration_says_so(tmp_path: pathlib.Path)
 def test_everything_derived_is_filled_in():
     config = resolve(make(), 8)
     assert config.training.mini_batch_size == 64
-    assert config.training.row_tokens == 512 + 2 * 256  # a prompt and as many completions as stay within 1024
+    assert config.training.row_tokens == 4096  # a micro-batch is one row
     assert config.tokenizer.path == "builtin:tiny_addition"
     assert -1 not in dataclasses.astuple(config.mesh)
 

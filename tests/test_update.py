@@ -101,7 +101,7 @@ def one_sgd_step(
         shape,
         aggregation=options.loss_aggregation,
         max_response_tokens=10,
-        max_micro_batches=packing.micro_batches_for(SEQUENCES, shape) + extra_micro_batches,
+        max_micro_batches=packing.micro_batches_for(SEQUENCES, row_tokens, shape) + extra_micro_batches,
         share_prompts=share_prompts,
     )
     batch.rows.old_logprobs[batch.num_micro_batches :] = np.nan

@@ -25,7 +25,7 @@ def packed(masks, row_tokens, rows_per_micro, mode):
         np.arange(len(masks), dtype=np.int32),
     )
     shape = RowShape(row_tokens, rows_per_micro)
-    count = micro_batches_for(len(masks), shape)
+    count = micro_batches_for(len(masks), row_tokens, shape)
     return pack(sequences, shape, aggregation=mode, max_response_tokens=row_tokens, max_micro_batches=count)[0]
 
 
