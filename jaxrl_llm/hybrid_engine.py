@@ -6,8 +6,8 @@ weight once and copies none in the decode loop), and the sharding (`sharding.TRA
 changed in that order, because a cast first halves what has to move and an arrangement needs no communication.
 
 A change walks the model layer by layer in buckets of `bucket_bytes`, so that the extra memory on top of both
-layouts is bounded by a bucket. Parameters that need none of the three are not copied: both layouts then hold
-the same buffers. So a generation tree is only good until the update that donates the training parameters.
+layouts is bounded by a bucket and one layer. Parameters that need none of the three are not copied: both layouts
+then hold the same buffers. So a generation tree is only good until the update that donates the training parameters.
 """
 
 from __future__ import annotations

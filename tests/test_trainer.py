@@ -120,7 +120,7 @@ def test_a_checkpoint_continues_on_another_mesh(rows_file, tmp_path):
 
 
 def test_sigterm_saves_and_resumes(rows_file, tmp_path):
-    """Caught: a signal that ends the run without a checkpoint; one that is not listened to any more afterwards."""
+    """Caught: a signal that ends the run without a checkpoint; a handler that is left behind."""
     config = make_config(rows_file, **{"checkpoint.every_steps": 0})
     calls = []
 
