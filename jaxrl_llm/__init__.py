@@ -7,6 +7,7 @@ What is exported loads at its first use.
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from jaxrl_llm.errors import RunStopped, UserError
     from jaxrl_llm.generation import generate
     from jaxrl_llm.rl_trainer import RLTrainer
+
+# transformers is here for tokenizers and configurations: its advice that models need PyTorch only worries.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 __all__ = ["RLTrainer", "RunStopped", "UserError", "default_config", "generate", "get_available_backends"]
 

@@ -44,7 +44,10 @@ else:
 class ModelSection:
     """Which model is trained."""
 
-    path: str = option("", "Hugging Face folder, hub id, .gguf file, or builtin:NAME for a model of this package.")
+    path: str = option(
+        "",
+        "Hugging Face folder, hub id, .gguf file, package:NAME for one inside an installed package, or builtin:NAME.",
+    )
     architecture: dict[str, Any] = option(
         dict, "A Hugging Face config as a dict, to train from scratch in place of a path."
     )

@@ -10,6 +10,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.data.prompts import encode_all
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.loading import load_config
 from jaxrl_llm.options import set_by_path
 from jaxrl_llm.trainer import Trainer
 from jaxrl_llm.types import Completion
@@ -17,13 +18,15 @@ from jaxrl_llm.types import Completion
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+DEFAULT_NEW_TOKENS = 256
+
 
 def generate(
     model: str,
     prompts: Sequence[Any],
     *,
     tokenizer: str | PreTrainedTokenizerBase | None = None,
-    max_new_tokens: int = 256,
+    max_new_tokens: int | None = None,
     samples_per_prompt: int = 1,
     temperature: float = 1.0,
     seed: int = 0,
@@ -38,7 +41,8 @@ def generate(
       model: Hugging Face folder, hub id, ``.gguf`` file, ``package:NAME`` or ``builtin:NAME``.
       prompts: texts, or chats as lists of ``{"role": …, "content": …}``.
       tokenizer: where it is, or one that is loaded; None is the model's.
-      max_new_tokens: longest completion, the end-of-sequence token included.
+      max_new_tokens: longest completion, the end-of-sequence token included; None is 256, or what the model's context
+        leaves behind the longest prompt.
       temperature: 0 is greedy.
       options: any other option by its full name, such as ``{"rollout.top_p": 0.9, "rollout.num_slots": 16}``.
       on_text: called with (prompt, sample, new text) as completions grow.
@@ -60,7 +64,7 @@ def generate(
     config.model.path = model
     config.tokenizer.path = tokenizer if isinstance(tokenizer, str) else ""
     config.seed = seed
-    config.rollout.max_new_tokens = max_new_tokens
+    config.rollout.max_new_tokens = 1 if max_new_tokens is None else max_new_tokens
     config.rollout.samples_per_prompt = samples_per_prompt
     config.rollout.temperature = temperature
     plain = config.to_dict()
@@ -70,7 +74,16 @@ def generate(
     loaded = load_tokenizer(resolved.tokenizer.path) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
     # The cache is made for the longest prompt, and for as many sequences as there are.
     _, encoded = encode_all(loaded, prompts, resolved.data)
-    plain["data"]["max_prompt_tokens"] = max((len(ids) for ids in encoded), default=1) or 1
+    longest = max(map(len, encoded))
+    context = load_config(model).max_position
+    if longest + (max_new_tokens or 1) > context:
+        raise UserError(
+            f"The longest prompt has {longest} tokens, which with max_new_tokens={max_new_tokens or 1} is more than "
+            f"the context of {model!r}, {context} tokens. Shorten one of them."
+        )
+    if max_new_tokens is None:
+        plain["rollout"]["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, context - longest)
+    plain["data"]["max_prompt_tokens"] = max(longest, 1)
     plain["rollout"]["num_slots"] = min(resolved.rollout.num_slots, max(1, len(prompts) * samples_per_prompt))
     trainer = Trainer(configs.resolve(plain, training=False), read_only=True, tokenizer=loaded)
     with contextlib.closing(trainer):

@@ -184,8 +184,8 @@ def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
         raise UserError("generate needs a prompt: give --prompt TEXT (may be repeated) or --prompts_file FILE.")
     if options.stream and (len(read_prompts(options)) != 1 or config.rollout.samples_per_prompt != 1):
         raise UserError(
-            f"--stream shows one completion, but there are {len(read_prompts(options))} prompts with "
-            f"rollout.samples_per_prompt={config.rollout.samples_per_prompt}. Give one --prompt and "
+            f"--stream shows one completion, but this makes {len(read_prompts(options))} x "
+            f"{config.rollout.samples_per_prompt} (prompts x rollout.samples_per_prompt). Give one --prompt and "
             "--config.rollout.samples_per_prompt=1."
         )
     if options.command == "export" and not options.output:

@@ -25,7 +25,7 @@ class RLTrainer:
         metrics, rollouts = trainer.step(["37+58=", "4+9="], answers=["95", "13"])
 
     Args:
-      model: Hugging Face folder, hub id, .gguf file or ``builtin:NAME``.
+      model: Hugging Face folder, hub id, ``.gguf`` file, ``package:NAME`` or ``builtin:NAME``.
       tokenizer: a path like `model`'s, or a tokenizer; None takes the model's own.
       algo: a name in `jaxrl_llm.algorithms.ALGORITHMS` that generates.
       reward: ``f(prompt, completion, answer, **metadata) -> float`` per sample, TRL's batched form

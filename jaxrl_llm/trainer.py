@@ -163,13 +163,14 @@ class Trainer:
             )
         metrics: dict[str, float] = {}
         with (
+            self._sigterm(),  # outermost: closing waits for the last save
             contextlib.closing(self),
-            self._sigterm(),
             self.log.progress(self.total_steps, self.step_index),
         ):
             if self.step_index == 0 and self.config.eval.before:
                 self._evaluate(metrics)
                 self.log.write(0, metrics)
+            logger.info("the first step compiles its programs, which takes longer than the steps after it")
             while self.step_index < self.total_steps:
                 examples = next(self.data)
                 metrics, rollouts = self.step(examples)
@@ -281,6 +282,7 @@ class Trainer:
         if not self.eval_examples:
             return
         done = False
+        logger.info("evaluating %d prompts", len(self.eval_examples))
         try:
             metrics |= self.evaluate()
             done = True
@@ -368,6 +370,7 @@ class Trainer:
             params = self.roles["policy"].params
             self.step_index, params = self.checkpoints.restore_params("policy", params, step)
             self.roles = {"policy": RoleState(params)}
+            logger.info("the checkpoint after step %d of %s", self.step_index, self.checkpoints.directory)
             return True
         restored = self.checkpoints.restore(self.roles, step)
         self.roles, self.memory, self.step_index = restored.state, restored.host["memory"], restored.step
@@ -437,7 +440,12 @@ class Trainer:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        previous = signal.signal(signal.SIGTERM, lambda *_: self._preempted.set())
+
+        def stop(*_: Any) -> None:
+            logger.info("SIGTERM: the step in progress is finished, then the run is saved")
+            self._preempted.set()
+
+        previous = signal.signal(signal.SIGTERM, stop)
         try:
             yield
         finally:

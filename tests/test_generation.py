@@ -39,3 +39,9 @@ def test_bad_arguments_are_named():
         jaxrl_llm.generate("builtin:tiny_addition", PROMPTS, max_new_tokens=4, options={"rollout.temperatur": 1.0})
     with pytest.raises(UserError, match="context"):
         jaxrl_llm.generate("builtin:tiny_addition", PROMPTS, max_new_tokens=100_000)
+
+
+def test_without_a_length_the_context_is_the_limit():
+    """Caught: 256 whatever the model's context."""
+    ((completion,),) = jaxrl_llm.generate("builtin:tiny_addition", ["1+1="], options={"rollout.ignore_eos": True})
+    assert len(completion.token_ids) == 32 - 5  # a BOS and four characters

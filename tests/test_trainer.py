@@ -144,6 +144,27 @@ def test_sigterm_saves_and_resumes(rows_file, tmp_path):
     assert_equal_runs(whole, resumed, expected, metrics, range(1, 7))
 
 
+def test_sigterm_during_the_last_save_does_not_lose_it(rows_file, tmp_path):
+    """Caught: the handler taken back before the last checkpoint is complete, so that the signal ends the process."""
+    config = make_config(rows_file, num_steps=1)
+    trainer = Trainer(config, tmp_path / "run", rewards={"exact": exact}, devices=jax.devices()[:1])
+    original = trainer.close
+
+    def close_while_terminated():
+        os.kill(os.getpid(), signal.SIGTERM)
+        original()
+
+    trainer.close = close_while_terminated
+    leaked = []
+    previous = signal.signal(signal.SIGTERM, lambda *_: leaked.append("SIGTERM"))
+    try:
+        trainer.train()
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert not leaked
+    assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+
+
 def test_a_finished_run_says_so(rows_file, tmp_path):
     """Caught: exit 0 with nothing done."""
     run(make_config(rows_file), tmp_path / "run")

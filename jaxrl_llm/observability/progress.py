@@ -42,7 +42,7 @@ class Progress:
         """
         self._console = console or Console(stderr=True)
         self._num_steps, self._first_step = num_steps, first_step
-        self._started = time.monotonic()
+        self._started: tuple[int, float] | None = None  # the first step done here, and when
         self._last_line = -math.inf
         # rich's live display needs ipywidgets in a notebook; lines work everywhere.
         self._live = self._console.is_terminal and not self._console.is_jupyter
@@ -62,15 +62,16 @@ class Progress:
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Shows that ``step`` steps are done, with their last metrics."""
         text = describe(metrics)
+        if self._started is None and step > self._first_step:
+            self._started = step, time.monotonic()
         if self._live:
             self._bar.update(self._task, completed=step, text=text)
             return
         now = time.monotonic()
         if now - self._last_line >= SECONDS_BETWEEN_LINES or step == self._num_steps:
             self._last_line = now
-            self._console.print(
-                f"step {step}/{self._num_steps}  {text}  {self._left(step, now)}", highlight=False, soft_wrap=True
-            )
+            line = "  ".join(part for part in (f"step {step}/{self._num_steps}", text, self._left(step, now)) if part)
+            self._console.print(line, highlight=False, soft_wrap=True)
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -82,10 +83,11 @@ class Progress:
             self._bar.stop()
 
     def _left(self, step: int, now: float) -> str:
-        done = step - self._first_step
-        if done <= 0:
+        """From the steps after the first one here, which compiles."""
+        if self._started is None or step <= self._started[0]:
             return ""
-        seconds = (now - self._started) / done * (self._num_steps - step)
+        first, started = self._started
+        seconds = (now - started) / (step - first) * (self._num_steps - step)
         return f"{int(seconds // 60)}:{int(seconds % 60):02d} left"
 
 
