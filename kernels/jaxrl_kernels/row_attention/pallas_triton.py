@@ -60,9 +60,9 @@ def row_attention(
     """See `api.row_attention`. Checks dtypes and the head size, not the device: `choice.why_not` does.
 
     Args:
-      query_block, key_block: tokens of a tile of the forward kernel, powers of two of at least 16; None is 128 and 64,
-        or 32 and 32 in float32, whose products have no matrix instruction.
-      gradient_block: as these, both sides of a tile of the gradient's kernels; None is 64, or 32 in float32.
+      query_block, key_block: tokens of a tile of the forward kernel, powers of two of at least 16; None is by dtype and
+        head size, see :func:`default_blocks`.
+      gradient_block: the same of both sides of a tile of the gradient's kernels.
       interpret: runs the kernels' operations one by one on any backend, slowly: for tests.
     """
     tiles.check("row attention", q, k, v)
@@ -70,23 +70,33 @@ def row_attention(
         return jnp.zeros(q.shape, v.dtype)
     num_tokens, head_size = q.shape[1], q.shape[3]
     exact = q.dtype == jnp.float32
-    query_block = query_block or (32 if exact else 128)
-    key_block = key_block or (32 if exact else 64)
-    gradient_block = gradient_block or (32 if exact else 64)
-    wide = head_size > 64
+    default = default_blocks(q.dtype, head_size)
+    wanted = [given or usual for given, usual in zip((query_block, key_block, gradient_block), default, strict=True)]
+    query_block, key_block, gradient_block = (tiles.block_size(count, num_tokens) for count in wanted)
     forward = Plan(
         scale=float(scale),
         soft_cap=None if soft_cap is None else float(soft_cap),
-        query_block=tiles.block_size(query_block, num_tokens),
-        key_block=tiles.block_size(key_block, num_tokens),
-        num_warps=8 if wide or query_block > 64 else 4,
-        num_stages=2,
+        query_block=query_block,
+        key_block=key_block,
+        num_warps=8,
+        num_stages=1 if exact else 2,  # products without matrix instructions need the registers themselves
         interpret=interpret,
     )
-    block = tiles.block_size(gradient_block, num_tokens)
-    backward = dataclasses.replace(forward, query_block=block, key_block=block, num_warps=8 if wide else 4)
+    backward = dataclasses.replace(
+        forward,
+        query_block=gradient_block,
+        key_block=gradient_block,
+        num_warps=8 if exact or head_size > 64 else 4,
+    )
     fields = Fields(*(x.astype(jnp.int32) for x in (positions, segment_ids, prefix_ids)), window.reshape(1))
     return _attend(q, k, v, fields, forward, backward)
+
+
+def default_blocks(dtype, head_size: int) -> tuple[int, int, int]:
+    """query_block, key_block and gradient_block: the largest whose kernels keep (nearly) all in registers."""
+    if dtype == jnp.float32:  # no matrix instruction
+        return (32, 32, 32) if head_size <= 96 else (16, 16, 16)
+    return (128, 64, 64) if head_size <= 128 else (64, 32, 32)
 
 
 class Fields(NamedTuple):
