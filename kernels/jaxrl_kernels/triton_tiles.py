@@ -105,6 +105,20 @@ def load_head(ref, start, count: int, head=None) -> list[jax.Array]:
     return tiles
 
 
+def gather_head(ref, places, head, wanted) -> list[jax.Array]:
+    """The parts ``[count, size]`` of rows of a ref ``[N, K, h]`` at a head by their places; 0 where not wanted."""
+    from jax.experimental.pallas import triton
+
+    tiles = []
+    for begin, size in parts(ref.shape[-1]):
+        shape = places.shape[0], size
+        # Indices are whole tiles: the interpreter can't mask a load that mixes them with slices.
+        rows, mask = (jnp.broadcast_to(each[:, None], shape) for each in (places, wanted))
+        columns = jnp.broadcast_to(begin + jnp.arange(size)[None, :], shape)
+        tiles.append(triton.load(ref.at[rows, head, columns], mask=mask, other=0.0))
+    return tiles
+
+
 def store(ref, start, values) -> None:
     """Writes ``values`` from ``start`` on to a ref ``[T]``, as far as it reaches."""
     from jax.experimental.pallas import triton

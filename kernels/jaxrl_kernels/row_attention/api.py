@@ -95,7 +95,8 @@ def row_attention(
     name = implementation
     if name == "auto":
         name = choose_for(device, q.dtype, q.shape[-1], axes).name
-        if name in _PALLAS and mesh_axes is not None and _uneven(mesh_axes, q.shape[0], k.shape[2]):
+        uneven = mesh_axes is not None and _uneven(mesh_axes, q.shape[0], k.shape[2])
+        if name in _PALLAS and (uneven or not q.dtype == k.dtype == v.dtype):
             name = "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(
