@@ -132,7 +132,7 @@ def _forward(q, k, v, fields, plan):
     """The output ``[R, T, H, h]`` and log2 of the sum of exponentials, float32 ``[R, H, T]``."""
     num_rows, num_tokens, num_heads, head_size = q.shape
     group = num_heads // k.shape[2]
-    seen = blocks.visible_blocks(*fields[:3], fields.window, plan.query_block, plan.key_block)
+    seen = blocks.visible_blocks(*fields[:3], fields.window[0], plan.query_block, plan.key_block)
     order, count = blocks.listed(seen)
     last = seen.shape[1] - 1
     one_head = pl.BlockSpec((None, num_tokens, None, head_size), lambda h, i, r: (r, 0, h, 0))
