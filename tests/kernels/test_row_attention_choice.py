@@ -57,10 +57,14 @@ def test_why_not(device, message):
 
 def test_explicit_choice_never_falls_back():
     arrays = [jnp.asarray(value) for value in row_inputs(ROW_CASES[0]).values()]
-    with pytest.raises(ValueError, match="row attention 'pallas_triton' needs an NVIDIA GPU, and the program is for cpu"):
+    with pytest.raises(
+        ValueError, match="row attention 'pallas_triton' needs an NVIDIA GPU, and the program is for cpu"
+    ):
         jax.jit(lambda *a: rows.row_attention(*a, implementation="pallas_triton"))(*arrays)
     arrays = list(map(jnp.asarray, prefill_inputs(PREFILL_CASES[0]).values()))[:5]
-    with pytest.raises(ValueError, match="prefill attention 'pallas_triton' needs an NVIDIA GPU, and the program is for"):
+    with pytest.raises(
+        ValueError, match="prefill attention 'pallas_triton' needs an NVIDIA GPU, and the program is for"
+    ):
         jax.jit(lambda *a: prefill.prefill_attention(*a, implementation="pallas_triton"))(*arrays)
 
 

@@ -94,7 +94,9 @@ def prefill_attention(
         in_specs=specs,
         out_specs=one_head,
         out_shape=jax.ShapeDtypeStruct(q.shape, v.dtype),
-        compiler_params=tiles.compiler_params(num_warps=8 if exact or head_size > 64 else 4, num_stages=1 if exact else 2),
+        compiler_params=tiles.compiler_params(
+            num_warps=8 if exact or head_size > 64 else 4, num_stages=1 if exact else 2
+        ),
         interpret=interpret,
         name="prefill_attention",
     )(*arguments)
@@ -149,7 +151,9 @@ def _kernel(
 
     softmax = tiles.Softmax.empty(plan.query_block, q_ref.shape[-1])
     if cached_refs:
-        k_pool, v_pool, places_ref, cached_positions_ref, cached_ids_ref, cached_order_ref, cached_count_ref = cached_refs
+        k_pool, v_pool, places_ref, cached_positions_ref, cached_ids_ref, cached_order_ref, cached_count_ref = (
+            cached_refs
+        )
         head = lax.div(pl.program_id(0), jnp.int32(group))
 
         def cached_step(j, softmax):

@@ -159,12 +159,9 @@ def _key_kernel(
     def step(j, sums):  # tiles are keys times queries: neither product needs a transposed tile of scores
         d_keys, d_values = sums
         query_start, head = order_ref[lax.div(j, jnp.int32(group))] * plan.query_block, lax.rem(j, jnp.int32(group))
-        queries, d_outs = (
-            tiles.load_head(ref, query_start, plan.query_block, head) for ref in (q_ref, d_out_ref)
-        )
+        queries, d_outs = (tiles.load_head(ref, query_start, plan.query_block, head) for ref in (q_ref, d_out_ref))
         log_sums, overlaps = (
-            tiles.load(ref, query_start, plan.query_block, head)[None, :]
-            for ref in (log_sums_ref, overlaps_ref)
+            tiles.load(ref, query_start, plan.query_block, head)[None, :] for ref in (log_sums_ref, overlaps_ref)
         )
         query_fields = [x[None, :] for x in load_fields(field_refs, query_start, plan.query_block)]
         seen = visible(query_fields, key_fields, window_ref[0])
