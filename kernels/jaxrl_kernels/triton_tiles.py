@@ -1,8 +1,8 @@
 """What attention kernels of Pallas's Triton backend share: where they run, tiles, and the softmax over blocks of keys.
 
-A tile's sides are powers of two, so a head is read in parts of such sizes (80 is 64 and 16), each with its own products.
-Scores are in powers of two, which the hardware has an instruction for. The softmax runs over the blocks as in flash
-attention (arXiv:2205.14135).
+A tile's sides are powers of two, so a head is read in parts of such sizes (80 is 64 and 16), each with its own
+products. Scores are in powers of two, which the hardware has an instruction for. The softmax runs over the blocks as in
+flash attention (arXiv:2205.14135).
 """
 
 import math

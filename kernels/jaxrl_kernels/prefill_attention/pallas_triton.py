@@ -48,8 +48,8 @@ def prefill_attention(
     """See `api.prefill_attention`. Checks dtypes and the head size, not the device: `choice.why_not` does.
 
     Args:
-      query_block, key_block: tokens of a tile of scores, powers of two of at least 16; None is 64 and 64, less in
-        float32, whose products have no matrix instruction, and for heads of more than 128.
+      query_block, key_block: tokens of a tile of scores, powers of two of at least 16; None is by dtype and head
+        size, see :func:`default_blocks`.
       interpret: runs the kernel's operations one by one on any backend, slowly: for tests.
     """
     pools = () if context is None or context.shape[1] == 0 else pages
@@ -59,10 +59,7 @@ def prefill_attention(
     num_tokens, num_heads, head_size = q.shape
     group = num_heads // k.shape[1]
     exact = q.dtype == jnp.float32
-    if exact:
-        default = (32, 32) if head_size <= 96 else (16, 16)
-    else:
-        default = (64, 64) if head_size <= 128 else (64, 32)
+    default = default_blocks(q.dtype, head_size)
     query_block = tiles.block_size(query_block or default[0], num_tokens)
     key_block = tiles.block_size(key_block or default[1], 1 << 30)
     plan = Plan(float(scale), window, None if soft_cap is None else float(soft_cap), query_block, key_block)
@@ -100,6 +97,13 @@ def prefill_attention(
         interpret=interpret,
         name="prefill_attention",
     )(*arguments)
+
+
+def default_blocks(dtype, head_size: int) -> tuple[int, int]:
+    """query_block and key_block: the largest whose kernel keeps (nearly) all in registers."""
+    if dtype == jnp.float32:  # no matrix instruction
+        return (32, 32) if head_size <= 96 else (16, 16)
+    return (64, 64) if head_size <= 128 else (64, 32)
 
 
 def _cut(x, block: int):

@@ -38,5 +38,5 @@ def visible_blocks(positions, segment_ids, prefix_ids, window, query_block: int,
 
 
 def listed(seen):
-    """Of bool ``[R, n, m]`` the columns that are set, in order and before all others ``[R, n, m]``, and their number."""
+    """Of bool ``[R, n, m]`` the columns that are set, before all others ``[R, n, m]``, and how many they are."""
     return jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32), seen.sum(-1, dtype=jnp.int32)

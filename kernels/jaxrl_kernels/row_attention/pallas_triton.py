@@ -1,7 +1,7 @@
 """Packed-row attention as a Pallas kernel of the Triton backend, with its gradient: every NVIDIA GPU since Ampere.
 
 A program of the forward kernel has one block of queries of one head and walks the blocks of keys that these see
-(`blocks.py`), with a running softmax. It keeps the output and, per query, the log of the sum of exponentials; from these
+(`blocks.py`), with a running softmax. It keeps the output and, per query, the log of the sum of exponentials; from that
 the kernels of `pallas_triton_gradient.py` compute the weights again. Keys and values of grouped heads are read where
 they are, never repeated, and nothing in memory grows with the square of the row but the lists of blocks.
 """
