@@ -74,7 +74,7 @@ def prefill_attention(
             raise ValueError(f"{name} must be integers {q.shape[:1]}; got {value.dtype} {value.shape}")
     if (pages is None) != (context is None):
         raise ValueError("pages and context belong together: give both, or neither")
-    if context is not None:
+    if context is not None and pages is not None:
         if context.ndim != 2 or context.shape[0] != 4 or not jnp.issubdtype(context.dtype, jnp.integer):
             raise ValueError(f"context must be integers [4, C]; got {context.dtype} {context.shape}")
         if pages[0].shape != pages[1].shape or pages[0].ndim != 4 or pages[0].shape[2:] != k.shape[1:]:

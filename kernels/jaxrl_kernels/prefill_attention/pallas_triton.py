@@ -65,11 +65,12 @@ def prefill_attention(
     plan = Plan(float(scale), window, None if soft_cap is None else float(soft_cap), query_block, key_block)
 
     positions, sequence_ids = positions.astype(jnp.int32), sequence_ids.astype(jnp.int32)
-    queries = [_cut(x, query_block) for x in (positions, sequence_ids)]
-    last = queries[0].shape[0] - 1  # late blocks of queries see the most keys, so they go first
+    query_positions, query_ids = (_cut(x, query_block) for x in (positions, sequence_ids))
+    last = query_ids.shape[0] - 1  # late blocks of queries see the most keys, so they go first
 
     def lists(key_positions, key_ids):  # the arguments and specs of the blocks of keys that each block of queries sees
-        order, count = visible_blocks(*queries, _cut(key_positions, key_block), _cut(key_ids, key_block), window)
+        keys = _cut(key_positions, key_block), _cut(key_ids, key_block)
+        order, count = visible_blocks(query_positions, query_ids, *keys, window)
         spec = pl.BlockSpec((None, order.shape[1]), lambda h, i: (last - i, 0))
         return [order, count], [spec, pl.BlockSpec((1,), lambda h, i: (last - i,))]
 
@@ -79,7 +80,7 @@ def prefill_attention(
     row = pl.BlockSpec((num_tokens,), lambda h, i: (0,))
     arguments = [q, k, v, positions, sequence_ids, *own_lists]
     specs = [one_head, its_keys, its_keys, row, row, *list_specs]
-    if pools:
+    if pools and context is not None:
         cached = _cached_tokens(context.astype(jnp.int32), pools[0].shape[1], key_block)
         cached_lists, list_specs = lists(*cached[1:])
         arguments += [*(pool.reshape(-1, *pool.shape[2:]) for pool in pools), *cached, *cached_lists]

@@ -12,6 +12,7 @@ window that is fixed when the program is traced, but no segment ids, no shared p
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +24,7 @@ from jaxrl_kernels.row_attention import pallas_triton, reference, xla
 
 Axes = str | tuple[str, ...] | None
 
-IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "reference": reference.row_attention,
     "xla": xla.row_attention,
     "pallas_triton": pallas_triton.row_attention,
@@ -107,8 +108,8 @@ def row_attention(
         reason = _uneven(mesh_axes, q.shape[0], k.shape[2])
     if reason is not None:
         raise ValueError(f"row attention {name!r} {reason}")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    attend = functools.partial(IMPLEMENTATIONS[name], scale=float(scale), soft_cap=soft_cap)
+    options = {"scale": float(q.shape[-1] ** -0.5 if scale is None else scale), "soft_cap": soft_cap}
+    attend = functools.partial(IMPLEMENTATIONS[name], **options)
     if name in _PALLAS and mesh_axes is not None:
         attend = _per_device(attend, *mesh_axes)
     return attend(q, k, v, positions, segment_ids, prefix_ids, jnp.asarray(window, jnp.int32))

@@ -88,7 +88,8 @@ def row_attention(
         key_block=gradient_block,
         num_warps=8 if exact or head_size > 64 else 4,
     )
-    fields = Fields(*(x.astype(jnp.int32) for x in (positions, segment_ids, prefix_ids)), window.reshape(1))
+    positions, segment_ids, prefix_ids = (x.astype(jnp.int32) for x in (positions, segment_ids, prefix_ids))
+    fields = Fields(positions, segment_ids, prefix_ids, window.reshape(1))
     return _attend(q, k, v, fields, forward, backward)
 
 
@@ -122,7 +123,8 @@ def _attend_forward(q, k, v, fields, forward, backward):
 
 def _attend_backward(forward, backward, saved, d_out):
     del forward
-    return *gradient.of_attention(*saved, d_out, backward), None
+    q, k, v, fields, out, log_sums = saved
+    return *gradient.of_attention(q, k, v, fields, out, log_sums, d_out, backward), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
@@ -132,7 +134,8 @@ def _forward(q, k, v, fields, plan):
     """The output ``[R, T, H, h]`` and log2 of the sum of exponentials, float32 ``[R, H, T]``."""
     num_rows, num_tokens, num_heads, head_size = q.shape
     group = num_heads // k.shape[2]
-    seen = blocks.visible_blocks(*fields[:3], fields.window[0], plan.query_block, plan.key_block)
+    who = fields.positions, fields.segment_ids, fields.prefix_ids, fields.window[0]
+    seen = blocks.visible_blocks(*who, plan.query_block, plan.key_block)
     order, count = blocks.listed(seen)
     last = seen.shape[1] - 1
     one_head = pl.BlockSpec((None, num_tokens, None, head_size), lambda h, i, r: (r, 0, h, 0))

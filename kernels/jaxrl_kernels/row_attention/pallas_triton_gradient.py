@@ -30,7 +30,8 @@ def of_attention(q, k, v, fields, out, log_sums, d_out, plan):
     num_kv_heads = k.shape[2]
     group = num_heads // num_kv_heads
     overlaps = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1).transpose(0, 2, 1)  # [R, H, T]
-    seen = blocks.visible_blocks(*fields[:3], fields.window[0], plan.query_block, plan.key_block)
+    who = fields.positions, fields.segment_ids, fields.prefix_ids, fields.window[0]
+    seen = blocks.visible_blocks(*who, plan.query_block, plan.key_block)
     last = seen.shape[1] - 1
     row = pl.BlockSpec((None, num_tokens), lambda h, i, r: (r, 0))
     shared = [*[row] * 3, pl.BlockSpec((1,), lambda h, i, r: (0,))]
