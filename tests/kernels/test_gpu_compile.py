@@ -299,7 +299,7 @@ def test_row_and_prefill_attention_compile_for_a100(chip):
 @needs_plugin
 def test_row_attention_split_over_eight_devices():
     """Rows over four, heads over two: each device its own, with no collective but that of the loss. Under automatic
-    axes alone `auto` has no kernel."""
+    axes alone `auto` has no kernel. Caught: neither rows nor heads split in `shard_map`."""
     mesh = Mesh(np.array(gpu_compile.devices(8)).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
     axes = ("data", "fsdp"), "tensor"
     rows, heads = PartitionSpec(axes[0]), PartitionSpec(axes[0], None, "tensor")
@@ -310,6 +310,6 @@ def test_row_attention_split_over_eight_devices():
     ]
     report = gpu_compile.compile(jax.jit(row_step("auto", mesh_axes=axes)), *arguments, mesh=mesh)
     assert report.kernels == ("triton",) * 3
-    found = re.findall(rf"= (\S+) (?:{COLLECTIVE.pattern})(?:-start)?\(", report.text)
-    assert found == ["f32[]"]
+    results = re.findall(rf"= ([^=%]*) (?:{COLLECTIVE.pattern})[\w-]*\(", report.text)
+    assert {shape for result in results for shape in re.findall(r"\w+\[[\d,]*\]", result)} == {"f32[]"}
     assert gpu_compile.compile(jax.jit(row_step("auto")), *arguments, mesh=mesh).kernels == ()

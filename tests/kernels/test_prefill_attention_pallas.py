@@ -62,7 +62,11 @@ def difference(case: Case, query_block=64, key_block=32):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_equals_the_reference(case):
-    """Pool entries that count for nobody are NaN."""
+    """Pool entries that count for nobody are NaN.
+
+    Caught: a window of W + 1; entries that count for nobody loaded; a page's count ignored; later tokens, other
+    sequences or padding seen; one key/value head of the pool taken for all; cached pages left out; the window of the
+    lists of blocks too narrow."""
     assert difference(case) < TOLERANCES[case.dtype]
 
 
@@ -79,6 +83,7 @@ def test_other_blocks_pages_and_head_sizes(query_block, key_block, case):
 
 
 def test_without_pages_and_with_no_column():
+    """Caught: a context of no column left to the kernel."""
     arrays = arrays_of(dataclasses.replace(CASES[1], sequences=((0, 3),), num_tokens=5))
     row = [arrays[name] for name in ("q", "k", "v", "positions", "sequence_ids")]
     options = {"scale": 0.3, "window": None, "soft_cap": None}

@@ -56,6 +56,7 @@ def test_why_not(device, message):
 
 
 def test_explicit_choice_never_falls_back():
+    """Caught: the check of the device left out of either."""
     arrays = [jnp.asarray(value) for value in row_inputs(ROW_CASES[0]).values()]
     with pytest.raises(
         ValueError, match="row attention 'pallas_triton' needs an NVIDIA GPU, and the program is for cpu"
@@ -76,7 +77,7 @@ def test_choice_follows_the_device_that_is_traced_for():
 
 
 def test_auto_takes_xla_for_keys_of_another_dtype():
-    """Queries in float32 over a cache in bfloat16 are no error on a GPU either."""
+    """Queries in float32 over a cache in bfloat16 are no error on a GPU either. Caught: the dtypes not compared."""
     struct = jax.ShapeDtypeStruct
     q, ids = struct((8, 2, 64), jnp.float32), struct((8,), jnp.int32)
     pool = struct((3, 4, 2, 64), jnp.bfloat16)

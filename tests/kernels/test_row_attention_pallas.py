@@ -76,6 +76,10 @@ def differences(case: Case, query_block=32, key_block=64, gradient_block=32) -> 
 
 @pytest.mark.parametrize("case", [*map(padded, CASES)], ids=lambda case: case.name)
 def test_equals_the_reference(case):
+    """Caught: prefixes left out; a window of W + 1; padding that doesn't see itself; the soft cap left out of the
+    gradient, the scale of dK, the overlap of dV with the output; one head of a group taken for all; part of a group's
+    heads left out of dK; the lists of queries not transposed; sums in powers of two taken for powers of e; earlier
+    blocks not scaled down; the row's last token not loaded; the second part of a head of 80 left out."""
     found = differences(case)
     assert all(value < TOLERANCES[case.dtype] for value in found.values()), found
 
@@ -104,7 +108,10 @@ def visible_and_listed(query_block, key_block):
 
 @pytest.mark.parametrize("sizes", [(16, 16), (64, 16), (16, 32)], ids=str)
 def test_no_block_that_is_seen_is_left_out(sizes):
-    """And few others are listed: in these rows, whose ids grow, at most a block beside each that is seen."""
+    """And few others are listed: none in these rows, whose ids grow, but at a window's edge.
+
+    Caught: prefixes left out; blocks of unequal size that overlap in part; the first position of a block of keys taken
+    for its last; the window ignored; blocks after the queries listed."""
     cases = [case for case in map(padded, CASES) if case.num_tokens == PADDED_TOKENS]
     assert len(cases) >= 10
     for case in cases:
@@ -114,7 +121,7 @@ def test_no_block_that_is_seen_is_left_out(sizes):
         rows, queries, keys = np.nonzero(np.asarray(visible))
         seen[rows, queries // sizes[0], keys // sizes[1]] = True
         assert (listed >= seen).all(), case.name
-        assert listed.sum() <= 2 * seen.sum(), case.name
+        assert listed.sum() <= (1.0 if case.window is None else 1.15) * seen.sum(), case.name
 
 
 def test_lists_of_blocks_hold_what_is_set_first():
@@ -123,7 +130,8 @@ def test_lists_of_blocks_hold_what_is_set_first():
 
 
 def test_float32_is_multiplied_as_such():
-    """Each product asks for float32; else Triton rounds its operands to 10 bits (tf32), on GPUs only."""
+    """Each product asks for float32; else Triton rounds its operands to 10 bits (tf32), on GPUs only.
+    Caught: no precision given."""
     case = Case("small", (((9,),),), 9, num_heads=2, num_kv_heads=1, head_size=80)
     arrays = inputs(case)
     fields = [jnp.asarray(arrays[name]) for name in FIELDS]
@@ -136,6 +144,7 @@ def test_float32_is_multiplied_as_such():
 
 @pytest.mark.parametrize("shape", [(0, 8, 2), (2, 0, 2), (2, 8, 0)], ids=["no_row", "no_token", "no_head"])
 def test_nothing_gives_nothing(shape):
+    """Caught: empty arrays left to the kernel."""
     rows, tokens, heads = shape
     q = jnp.zeros((rows, tokens, heads, 16), jnp.bfloat16)
     fields = [jnp.zeros((rows, tokens), jnp.int32)] * 3
@@ -195,7 +204,8 @@ def on_mesh(mesh_axes, implementation, rows=4):
 
 @pytest.mark.parametrize("mesh_axes", [ALL_AXES, ("data", None)], ids=["all", "rows_over_one"])
 def test_split_over_a_mesh_equals_the_reference(pretended_gpu, mesh_axes):
-    """Rows, query heads and key/value heads on 8 devices; and copies along two axes, whose gradients are not added."""
+    """Rows, query heads and key/value heads on 8 devices; and copies along two axes, whose gradients are not added.
+    Caught: keys not split as the queries are; only the axes of the rows manual."""
     arrays = {name: jnp.asarray(value) for name, value in inputs(MESH_CASE).items()}
     fields = [arrays.pop(name) for name in FIELDS]
     expected = attention_and_gradient(None, "reference")(*arrays.values(), fields, jnp.int32(MESH_CASE.window))
@@ -204,7 +214,8 @@ def test_split_over_a_mesh_equals_the_reference(pretended_gpu, mesh_axes):
         np.testing.assert_allclose(value, right, atol=5e-6, err_msg=name)
 
 
-def test_automatic_axes_are_refused_and_auto_avoids_them(pretended_gpu):
+def test_what_a_mesh_cannot_split_is_refused(pretended_gpu):
+    """Caught: the axes of the mesh not looked at; rows and heads that don't divide let through."""
     with pytest.raises(
         ValueError, match=r"'pallas_triton' is not partitioned by XLA, .* axes data, fsdp, tensor: make"
     ):
