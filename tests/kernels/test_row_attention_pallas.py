@@ -20,11 +20,12 @@ FIELDS = ("positions", "segment_ids", "prefix_ids")
 # weights and their gradients are rounded to 8 and 11 bits before each product, and the results once more.
 TOLERANCES = {"float32": 5e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
+UNOPTIMISED = {"xla_backend_optimization_level": 0}  # compiling is most of the time
 PADDED_TOKENS = 461  # no multiple of any block
 
 
 def padded(case: Case) -> Case:
-    """The case as rows of one shape, where it has nothing else of its own: compiling is most of the time."""
+    """The case as rows of one shape, where it has nothing else of its own, so that many are one program."""
     plain = (case.num_heads, case.head_size, case.dtype, case.soft_cap, case.scale) == (6, 16, "float32", None, None)
     if not plain or case.num_tokens < 20:
         return case
@@ -44,7 +45,7 @@ def value_and_gradient(attend, q, k, v, fields, window):
 
 @functools.cache
 def both(scale, soft_cap, query_block, key_block, gradient_block):
-    """The kernels and the reference as one program, compiled without optimisation."""
+    """The kernels and the reference as one program."""
     options = {"scale": scale, "soft_cap": soft_cap}
     sizes = {"query_block": query_block, "key_block": key_block, "gradient_block": gradient_block}
     kernel = functools.partial(pallas_triton.row_attention, **options, **sizes, interpret=True)
@@ -53,7 +54,7 @@ def both(scale, soft_cap, query_block, key_block, gradient_block):
     def run(*arguments):
         return [value_and_gradient(attend, *arguments) for attend in (kernel, expected)]
 
-    return jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+    return jax.jit(run, compiler_options=UNOPTIMISED)
 
 
 def differences(case: Case, query_block=32, key_block=64, gradient_block=32) -> dict[str, float]:
@@ -189,7 +190,7 @@ def attention_and_gradient(mesh_axes, implementation):
     def attend(*arguments):
         return api.row_attention(*arguments, mesh_axes=mesh_axes, implementation=implementation)
 
-    return jax.jit(functools.partial(value_and_gradient, attend))
+    return jax.jit(functools.partial(value_and_gradient, attend), compiler_options=UNOPTIMISED)
 
 
 def on_mesh(mesh_axes, implementation, rows=4):
