@@ -12,6 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, Part
 
 from jaxrl_kernels import gpu_compile
 from jaxrl_kernels.paged_attention import api, pallas_triton
+from jaxrl_kernels.prefill_attention.api import prefill_attention
+from jaxrl_kernels.row_attention.api import row_attention
 
 MISSING = gpu_compile.missing()
 needs_plugin = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -196,3 +198,118 @@ def test_automatic_sharding_is_refused_and_auto_avoids_it():
             trace("pallas_mosaic", {"data"})
         assert "pallas_call" not in trace("auto") and "pallas_call" not in trace("auto", {"data"})
         assert "pallas_call" in trace("auto", {"data", "tensor"})
+
+
+# --- row and prefill attention ----------------------------------------------------------------------------------------
+
+
+def row_shapes(dtype, head_size, *, rows=2, tokens=300, num_heads=8, num_kv_heads=2):
+    struct, fields = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((rows, tokens), jnp.int32)
+    keys = struct((rows, tokens, num_kv_heads, head_size), dtype)
+    window = struct((), jnp.int32)
+    return struct((rows, tokens, num_heads, head_size), dtype), keys, keys, fields, fields, fields, window
+
+
+def row_step(implementation="pallas_triton", **options):
+    """Training attention with its gradient: three kernels."""
+
+    def loss(q, k, v, *fields):
+        out = row_attention(q, k, v, *fields, implementation=implementation, **options)
+        return out.astype(jnp.float32).sum()
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2))
+
+
+def prefill_shapes(dtype, head_size, *, tokens=300, num_heads=8, num_kv_heads=2, num_pages=100, columns=33):
+    struct = jax.ShapeDtypeStruct
+    keys, ids = struct((tokens, num_kv_heads, head_size), dtype), struct((tokens,), jnp.int32)
+    pool = struct((num_pages, 16, num_kv_heads, head_size), dtype)
+    return (
+        struct((tokens, num_heads, head_size), dtype),
+        *(keys, keys, ids, ids, (pool, pool)),
+        struct((4, columns), jnp.int32),
+    )
+
+
+def prefill(**options):
+    return functools.partial(prefill_attention, implementation="pallas_triton", **options)
+
+
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_row_and_prefill_attention_lower_for_h200(dtype, head_size):
+    text = gpu_compile.lower(row_step(soft_cap=5.0), *row_shapes(dtype, head_size))
+    assert gpu_compile.kernel_targets(text) == ("triton",) * 3
+    text = gpu_compile.lower(prefill(**ALL), *prefill_shapes(dtype, head_size))
+    assert gpu_compile.kernel_targets(text) == ("triton",)
+
+
+def largest_array(pattern, text) -> int:
+    return max(int(np.prod([int(n) for n in re.findall(r"\d+", shape)])) for shape in re.findall(pattern, text))
+
+
+LONG = 4096
+
+
+def test_no_array_of_a_row_squared_is_lowered():
+    """Forward and backward at 4096 tokens: nothing is larger than the queries. The reference, for comparison, is."""
+    arguments = row_shapes("bfloat16", 64, rows=1, tokens=LONG)
+    shape = r"tensor<((?:\d+x)+)(?:bf16|f32|i32|i1)>"
+    sizes = {
+        name: largest_array(shape, gpu_compile.lower(row_step(name), *arguments)) for name in ("auto", "reference")
+    }
+    assert sizes["auto"] == LONG * 8 * 64 < LONG * LONG <= sizes["reference"]
+
+
+@needs_plugin
+def test_no_array_of_a_row_squared_is_compiled():
+    """As above, in the optimised program; and its memory is the size of what it reads and writes: out and its
+    cotangent, a number per query and head, lists of blocks."""
+    arguments = row_shapes("bfloat16", 64, rows=1, tokens=LONG)
+    report = gpu_compile.compile(row_step(), *arguments)
+    assert report.kernels == ("triton",) * 3
+    assert largest_array(r"\b(?:bf16|f32|s32|pred)\[([\d,]+)\]", report.text) == LONG * 8 * 64
+    assert report.temporary_bytes < 4 * LONG * 8 * 64 * 2
+
+
+@needs_plugin
+@pytest.mark.parametrize(
+    ("dtype", "head_size", "tokens"),
+    [("bfloat16", 128, 300), ("float16", 80, 300), ("float32", 128, 100), ("bfloat16", 96, 1)],
+)
+def test_row_and_prefill_attention_compile_for_h200(dtype, head_size, tokens):
+    report = gpu_compile.compile(row_step(soft_cap=5.0), *row_shapes(dtype, head_size, tokens=tokens))
+    assert report.kernels == ("triton",) * 3
+    arguments = prefill_shapes(dtype, head_size, tokens=tokens, num_pages=4000)
+    report = gpu_compile.compile(prefill(**ALL), *arguments)
+    assert report.kernels == ("triton",)
+    gathered = 33 * 16 * 2 * head_size * jnp.dtype(dtype).itemsize
+    assert report.temporary_bytes < gathered  # neither a copy of a pool nor a gather of the context's pages
+
+
+@needs_plugin
+@pytest.mark.parametrize("chip", [gpu_compile.A100], ids=["A100"])
+def test_row_and_prefill_attention_compile_for_a100(chip):
+    report = gpu_compile.compile(row_step("auto"), *row_shapes("bfloat16", 128), chip=chip)
+    assert report.kernels == ("triton",) * 3
+    report = gpu_compile.compile(prefill_attention, *prefill_shapes("bfloat16", 128), chip=chip)
+    assert report.kernels == ("triton",)
+
+
+@needs_plugin
+def test_row_attention_split_over_eight_devices():
+    """Rows over four, heads over two: each device its own, with no collective but that of the loss. Under automatic
+    axes alone `auto` has no kernel. Caught: neither rows nor heads split in `shard_map`."""
+    mesh = Mesh(np.array(gpu_compile.devices(8)).reshape(2, 2, 2), ("data", "fsdp", "tensor"))
+    axes = ("data", "fsdp"), "tensor"
+    rows, heads = PartitionSpec(axes[0]), PartitionSpec(axes[0], None, "tensor")
+    specs = heads, heads, heads, rows, rows, rows, PartitionSpec()
+    arguments = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        for leaf, spec in zip(row_shapes("bfloat16", 64, rows=8), specs, strict=True)
+    ]
+    report = gpu_compile.compile(jax.jit(row_step("auto", mesh_axes=axes)), *arguments, mesh=mesh)
+    assert report.kernels == ("triton",) * 3
+    results = re.findall(rf"= ([^=%]*) (?:{COLLECTIVE.pattern})[\w-]*\(", report.text)
+    assert {shape for result in results for shape in re.findall(r"\w+\[[\d,]*\]", result)} == {"f32[]"}
+    assert gpu_compile.compile(jax.jit(row_step("auto")), *arguments, mesh=mesh).kernels == ()

@@ -3,6 +3,9 @@
 A row holds the new tokens of several sequences; what a sequence has cached already lies in pages. Letters: T tokens in
 the row, H query heads, K key/value heads (H a multiple of K; query head i reads key/value head i // (H // K)), h head
 size, P pages in the pool, S tokens in a page, C context pages that the row reads.
+
+cuDNN through ``jax.nn.dot_product_attention`` is not among the implementations: it takes no segment ids, no soft cap
+and no second set of keys in pages, except as a mask of every query with every key and gathered pages in memory.
 """
 
 from collections.abc import Callable
@@ -10,13 +13,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxrl_kernels.prefill_attention import reference, xla
+from jaxrl_kernels.choice import automatic_axes, choose_for, why_not
+from jaxrl_kernels.device import target_device
+from jaxrl_kernels.prefill_attention import pallas_triton, reference, xla
 
 IMPLEMENTATIONS: dict[str, Callable[..., jax.Array]] = {
     "reference": reference.prefill_attention,
     "xla": xla.prefill_attention,
+    "pallas_triton": pallas_triton.prefill_attention,
 }
-"""Every implementation by name. Each takes the arguments of :func:`prefill_attention` after its checks."""
+"""Every implementation by name. Each takes the arguments of :func:`prefill_attention` after its checks and raises
+ValueError for a dtype or head size that it can't do: none falls back to another."""
 
 
 def prefill_attention(
@@ -46,13 +53,17 @@ def prefill_attention(
       scale: multiplies the scores; None is ``h ** -0.5``.
       window: sliding window in tokens, the current one included; None sees everything.
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``, after the scale; None is off.
-      implementation: a name in ``IMPLEMENTATIONS``, or ``auto``.
+      implementation: a name in ``IMPLEMENTATIONS``, or ``auto`` (see :func:`choose`).
+
+    On a mesh XLA doesn't partition a Pallas kernel: every axis of more than one device must be manual (call this inside
+    ``jax.shard_map`` over all of them with the local heads and pages, ``check_vma=False``). Elsewhere a Pallas kernel
+    by name is an error, and ``auto`` is ``xla``.
 
     Returns:
       ``[T, H, h]`` in v's dtype; scores, softmax and sums are in float32.
 
     Raises:
-      ValueError: an unknown implementation, or shapes that don't fit.
+      ValueError: an unknown implementation, shapes that don't fit, or a case the named one can't do.
     """
     if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape:
         raise ValueError(f"prefill attention takes q [T, H, h], k and v [T, K, h]; got {q.shape}, {k.shape}, {v.shape}")
@@ -72,16 +83,22 @@ def prefill_attention(
         raise ValueError(f"window is {window}; it counts the current token, so it is at least 1, or None")
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap is {soft_cap}; it must be positive, or None")
-    name = choose() if implementation == "auto" else implementation
+    traits = target_device(), q.dtype, q.shape[-1], automatic_axes()
+    name = implementation
+    if name == "auto":
+        one_dtype = all(x.dtype == q.dtype for x in (k, v, *(pages or ())))
+        name = choose_for(*traits).name if one_dtype else "xla"
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"prefill attention implementation {name!r} is unknown; choose auto or {', '.join(IMPLEMENTATIONS)}"
         )
+    if reason := why_not(name, *traits):
+        raise ValueError(f"prefill attention {name!r} {reason}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     options = {"scale": scale, "window": window, "soft_cap": soft_cap}
     return IMPLEMENTATIONS[name](q, k, v, positions, sequence_ids, pages, context, **options)
 
 
-def choose() -> str:
-    """The implementation that ``auto`` stands for."""
-    return "xla"
+def choose(dtype=jnp.bfloat16, head_size: int = 128) -> str:
+    """The implementation that ``auto`` stands for here and now: `choice.choose_for` the target device and mesh."""
+    return choose_for(target_device(), dtype, head_size, automatic_axes()).name

@@ -32,7 +32,7 @@ def prefill_attention(
     queries = cut(q).reshape(-1, block, num_kv_heads, num_heads // num_kv_heads, head_size).transpose(0, 2, 3, 1, 4)
     keys, values = (cut(x).transpose(0, 2, 1, 3) for x in (keys, values))  # [m, K, b, h]
     positions, ids, key_positions, key_ids = map(cut, (positions, sequence_ids, key_positions, key_ids))
-    order, count = _visible_blocks(positions, ids, key_positions, key_ids, window)
+    order, count = visible_blocks(positions, ids, key_positions, key_ids, window)
 
     def step(j, carry):
         largest, total, out = carry
@@ -62,7 +62,7 @@ def prefill_attention(
     return out.transpose(0, 3, 1, 2, 4).reshape(-1, num_heads, head_size)[:num_tokens].astype(v.dtype)
 
 
-def _visible_blocks(positions, ids, key_positions, key_ids, window):
+def visible_blocks(positions, ids, key_positions, key_ids, window):
     """Per query block the key blocks, those that it sees first ``[n, m]``, and how many it sees ``[n]``.
 
     By ranges of ids and positions, so a block may be listed in which nothing is seen; none that is seen is left out.

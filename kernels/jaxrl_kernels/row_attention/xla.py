@@ -17,6 +17,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_kernels.row_attention import blocks
+
 BLOCK_TOKENS = 64
 """Tokens in a block. Small blocks skip more and cost more steps; on a CPU 64 measured best for rows of 128 to 4096."""
 
@@ -49,32 +51,10 @@ class _Plan(NamedTuple):
 
 
 def _plan(positions, segment_ids, prefix_ids, window, block):
-    num_rows, num_tokens = segment_ids.shape
-    padding = -num_tokens % block
-    num_blocks = (num_tokens + padding) // block
-
-    def cut(x):
-        return jnp.pad(x, ((0, 0), (0, padding))).reshape(num_rows, num_blocks, block).astype(jnp.int32)
-
-    positions, segments, prefixes = cut(positions), cut(segment_ids), cut(prefix_ids)
-    index = jnp.arange(num_blocks * block, dtype=jnp.int32).reshape(1, num_blocks, block)
-    # Where ids grow along the row, the range of a block's ids holds no others; else it may hold more, and cost more.
-    # Padding (0) is in no range.
-    real = segments > 0
-    low = jnp.where(real, segments, jnp.iinfo(jnp.int32).max).min(-1)[:, None, None, :]
-    high = segments.max(-1)[:, None, None, :]
-
-    def meets(wanted):  # [R, n, b] ids -> [R, n, n]: whether any of a query block's is among a key block's
-        wanted = wanted[..., None]
-        return ((wanted > 0) & (wanted >= low) & (wanted <= high)).any(2)
-
-    near = jnp.where(real, positions, jnp.iinfo(jnp.int32).max).min(-1)[:, :, None] - positions.max(-1)[:, None, :]
-    block_index = jnp.arange(num_blocks)
-    own = (block_index[:, None] == block_index[None, :])[None]
-    earlier = (block_index[:, None] > block_index[None, :])[None]
-    seen = own | (earlier & (near < window) & (meets(segments) | meets(prefixes)))
-    order = jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
-    count = seen.sum(-1, dtype=jnp.int32)
+    seen = blocks.visible_blocks(positions, segment_ids, prefix_ids, window, block, block)
+    order, count = blocks.listed(seen)
+    positions, segments, prefixes = (blocks.cut(x, block) for x in (positions, segment_ids, prefix_ids))
+    index = jnp.arange(segments.shape[1] * block, dtype=jnp.int32).reshape(1, -1, block)
     return _Plan(jnp.broadcast_to(index, segments.shape), positions, segments, prefixes, order, count, count.max())
 
 
