@@ -88,7 +88,10 @@ def test_decode_fits(mesh_name):
 
 @pytest.mark.parametrize("mesh_name", EIGHT)
 def test_decode_sends_activations_only(mesh_name):
-    """Two sums a layer, that of the embedding, and the logits' gather: what tensor parallelism needs. Caught: a sampler over the split vocabulary (dozens of collectives)."""
+    """Two sums a layer, that of the embedding, and the logits' gather: what tensor parallelism needs.
+
+    Caught: a sampler over the split vocabulary (dozens of collectives).
+    """
     _, report = decode(mesh_name)
     sent = operations(report.text, COLLECTIVES)
     activations = [(op.kind, op.dtype, op.largest) for op in sent if op.dtype != "s32"]
