@@ -125,7 +125,7 @@ def test_training_has_no_matrix_of_tokens(mesh_name):
 
 
 def test_training_gathers_weights_in_bfloat16():
-    """fsdp gathers a layer at a time in the compute dtype, and scatters gradients. Caught: weights that are not cast."""
+    """fsdp gathers a layer at a time, in the compute dtype. Caught: weights that are not cast."""
     _, report = training("fsdp 4 x tensor 2")
     sent = [operation for operation in operations(report.text, COLLECTIVES) if operation.largest > 1 << 20]
     assert {operation.dtype for operation in sent if operation.kind == "all-gather"} == {"bf16"}

@@ -89,24 +89,21 @@ def measure(size_name: str) -> Iterator[tuple[str, float]]:
     yield "model parameters", float(sum(leaf.size for leaf in jax.tree.leaves(params)))
     hybrid = HybridEngine(decoder, mesh, HybridEngineConfig(), work.dtype)
     generation_params = hybrid.to_generation(params)
-    for batch in work.batches:
-        engine = _engine(work, decoder, mesh, batch)
-        for turn in range(2):
-            engine.generate(generation_params, requests(work, batch, 1, turn))
-        yield f"generation at batch {batch}, tokens/s", engine.stats.tokens / engine.stats.seconds
-        engine.release()
-    del generation_params
-    yield from _grpo_step(work, decoder, mesh, hybrid, params)
-
-
-def _engine(work: Work, decoder: Decoder, mesh: Mesh, num_slots: int) -> Engine:
-    return Engine(
+    # One engine for all, so that they share its compiled programs.
+    engine = Engine(
         decoder,
         mesh,
-        RolloutConfig(num_slots=num_slots),
+        RolloutConfig(num_slots=max(*work.batches, work.prompts * work.samples)),
         context=work.prompt_tokens + work.new_tokens,
         dtype=jnp.dtype(work.dtype),
     )
+    for batch in work.batches:
+        for turn in range(2):
+            engine.generate(generation_params, requests(work, batch, 1, turn))
+        yield f"generation at batch {batch}, tokens/s", engine.stats.tokens / engine.stats.seconds
+    del generation_params
+    yield from _grpo_step(work, decoder, mesh, hybrid, engine, params)
+    engine.release()
 
 
 def requests(work: Work, prompts: int, samples: int, turn: int) -> list[Request]:
@@ -124,7 +121,7 @@ def requests(work: Work, prompts: int, samples: int, turn: int) -> list[Request]
 
 
 def _grpo_step(
-    work: Work, decoder: Decoder, mesh: Mesh, hybrid: HybridEngine, params: Params
+    work: Work, decoder: Decoder, mesh: Mesh, hybrid: HybridEngine, engine: Engine, params: Params
 ) -> Iterator[tuple[str, float]]:
     """Layout change, generation of every group, one AdamW update; the reward is a random number."""
     optimizer = make_optimizer(OptimizerConfig(), 100)
@@ -134,7 +131,6 @@ def _grpo_step(
     forward = update.Forward(decoder, 1.0, jnp.dtype(work.dtype), "full", 1024)
     options = GRPOOptions()
     step = update.make_update(forward, ALGORITHMS["grpo"], options, optimizer, 1.0, role_shardings, mesh)
-    engine = _engine(work, decoder, mesh, work.prompts * work.samples)
     shape = packing.RowShape.of(work.row_tokens, work.row_tokens, batch_shards(mesh))
     seconds: dict[str, float] = {}
     for turn in range(2):
