@@ -60,7 +60,7 @@ class Rollout:
     def engine(self) -> Engine:
         longest = self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
         context = min(longest, self.decoder.config.max_position)
-        return Engine(self.decoder, self.mesh, self.config.rollout, self.tokenizer, context=context)
+        return Engine(self.decoder, self.mesh, self.config.rollout, self.tokenizer, context=context, dtype=self.dtype)
 
     @functools.cached_property
     def reward_runner(self) -> RewardRunner:

@@ -200,13 +200,18 @@ def init_role(
       params: in the training layout; taken over, not copied.
       shardings: of `params`.
     """
-    abstract = jax.eval_shape(optimizer.init, params)
+    role_shardings = role_shardings_of(params, optimizer, shardings, mesh)
+    opt_state = jax.jit(optimizer.init, out_shardings=role_shardings.opt_state)(params)
+    return RoleState(params, opt_state), role_shardings
+
+
+def role_shardings_of(params: Params, optimizer: optax.GradientTransformation, shardings: Any, mesh: Mesh) -> RoleState:
+    """The tree of all shardings of a trained role; ``params`` may be abstract, and ``shardings`` are theirs."""
     opt_shardings = optax.tree_utils.tree_map_params(
         optimizer,
         lambda leaf, sharding: sharding,
-        abstract,
+        jax.eval_shape(optimizer.init, params),
         shardings,
         transform_non_params=lambda leaf: replicated(mesh),
     )
-    opt_state = jax.jit(optimizer.init, out_shardings=opt_shardings)(params)
-    return RoleState(params, opt_state), RoleState(shardings, opt_shardings)
+    return RoleState(shardings, opt_shardings)

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels.paged_attention.api import paged_attention
+from jaxrl_llm.models.placement import TENSOR_AXIS
 
 Pool = tuple[Float[Array, "P S K h"], Float[Array, "P S K h"]]
 """Keys and values of one layer."""
@@ -57,6 +59,13 @@ def _page_of(page_table: Int[Array, "B M"], position: Array, page_size: int) -> 
     return jnp.take_along_axis(page_table, columns, axis=1, mode="clip").reshape(position.shape)
 
 
+def _splits_heads() -> bool:
+    """Whether the mesh in context has several devices in a tensor group, over which XLA would split the program."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return mesh.shape.get(TENSOR_AXIS, 1) > 1 and kinds[TENSOR_AXIS] != AxisType.Manual
+
+
 class PagedCache:
     """Pages in the pools, read by a paged attention implementation."""
 
@@ -85,18 +94,42 @@ class PagedCache:
         page = _page_of(self.page_table, step.position, page_size)
         # Idle rows write nowhere: page ids beyond the pool are dropped (all different: indices must be unique).
         page = jnp.where(step.active, page, num_pages + jnp.arange(page.shape[0], dtype=page.dtype))
-        state[layer] = write_pages(state[layer], k, v, page, step.position % page_size)
-        keys, values = state[layer]
-        return paged_attention(
+
+        def write_and_attend(pool, q, k, v, page, offset, page_table, lengths):
+            pool = write_pages(pool, k, v, page, offset)
+            out = paged_attention(
+                q,
+                pool[0],
+                pool[1],
+                page_table,
+                lengths,
+                scale=scale,
+                window=window,
+                implementation=self.implementation,
+            )
+            return pool, out
+
+        heads, pages, whole = PartitionSpec(None, TENSOR_AXIS), PartitionSpec(None, None, TENSOR_AXIS), PartitionSpec()
+        if _splits_heads():
+            # A kernel is not partitioned by XLA: each device of a tensor group calls it on its own heads.
+            write_and_attend = jax.shard_map(
+                write_and_attend,
+                in_specs=(pages, heads, heads, heads, whole, whole, whole, whole),
+                out_specs=(pages, heads),
+                axis_names={TENSOR_AXIS},
+                check_vma=False,
+            )
+        state[layer], out = write_and_attend(
+            state[layer],
             q,
-            keys,
-            values,
+            k,
+            v,
+            page,
+            step.position % page_size,
             self.page_table,
             jnp.where(step.active, step.position + 1, 0),
-            scale=scale,
-            window=window,
-            implementation=self.implementation,
         )
+        return out
 
     def close(self, state: list[Any], pools: list[Pool], start: Int[Array, " B"], made: Int[Array, " B"]) -> list[Pool]:
         """The pools with the ``made`` tokens of each row from position ``start`` on."""

@@ -12,6 +12,7 @@ comes from the same program and prefill makes no logits.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import time
 import weakref
@@ -21,9 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from jaxrl_kernels.paged_attention.api import choose
+from jaxrl_kernels.device import target_device
+from jaxrl_kernels.paged_attention.api import choose_for
 from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.decoding import buckets, rows
 from jaxrl_llm.decoding.cache import GATHERED
@@ -38,6 +40,8 @@ from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import REPLICA_AXES, replica_count
 from jaxrl_llm.types import Completion, Params
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called after every dispatch with the number of finished samples and of all."""
@@ -84,6 +88,7 @@ class Engine:
         every id of the vocabulary can be sampled.
       context: most tokens of prompt and response together; None is the model's. A smaller one saves pages and
         programs to compile.
+      dtype: of the parameters that `generate` will be given; what ``attention='auto'`` stands for depends on it.
 
     Raises:
       UserError: options that don't fit the model or the mesh.
@@ -97,13 +102,14 @@ class Engine:
         tokenizer: Any = None,
         *,
         context: int | None = None,
+        dtype: Any = jnp.float32,
     ):
         self.decoder = decoder
         self.mesh = mesh
         self.rollout = rollout
         self.intake = Intake(decoder.config, tokenizer, context)
         self.context = self.intake.context
-        self.attention = _attention_of(rollout.attention, mesh)
+        self.attention = _attention_of(rollout, mesh, decoder, dtype)
         self.stats = EngineStats()
         self.num_replicas = replica_count(mesh)
         self.num_pages = _checked_num_pages(rollout, self.context)
@@ -386,11 +392,18 @@ class Engine:
         return self._decode_program.lower(gen_params, self._pools, self._put(packed)).compile().as_text()
 
 
-def _attention_of(choice: str, mesh: Mesh) -> str:
+def _attention_of(rollout: RolloutConfig, mesh: Mesh, decoder: Decoder, dtype: Any) -> str:
     """The choice of ``rollout.attention`` on this mesh; ``auto`` gathers pages once a dispatch on CPUs."""
-    if choice != "auto":
-        return choice
-    return GATHERED if mesh.devices.flat[0].platform == "cpu" else choose()
+    if rollout.attention != "auto":
+        return rollout.attention
+    with use_abstract_mesh(mesh.abstract_mesh):  # its devices may be others than this process's default
+        device = target_device()
+    if device.platform == "cpu":
+        logger.info("Attention of decode: gathered (cpu: pages are gathered once a dispatch)")
+        return GATHERED
+    choice = choose_for(device, dtype, decoder.config.head_size, rollout.page_size)
+    logger.info("Attention of decode: %s (%s)", choice.name, choice.reason)
+    return choice.name
 
 
 def memory_bytes(device: Any) -> int:

@@ -139,7 +139,15 @@ class Decoder:
                     for value, axis in ((q, "heads"), (k, "kv_heads"), (v, "kv_heads"))
                 )
                 attended = row_attention(
-                    q, k, v, positions, segment_ids, prefix_ids, layer_data["window"], scale=self.config.scale
+                    q,
+                    k,
+                    v,
+                    positions,
+                    segment_ids,
+                    prefix_ids,
+                    layer_data["window"],
+                    scale=self.config.scale,
+                    mesh_axes=splitting_axes(rows=rows, kv_heads=k.shape[2]),
                 )
                 attended = place(attended, "rows", None, "heads", None)
                 return place(attended.reshape(rows * num_tokens, *attended.shape[2:]), "rows", "heads", None)

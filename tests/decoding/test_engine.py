@@ -92,13 +92,14 @@ def test_preemption_changes_nothing(model, rollout, mixed_requests, base, attent
     check_all(model, mixed_requests, base, completions)
 
 
+@pytest.mark.parametrize("attention", ["auto", "xla"])
 @pytest.mark.parametrize("mesh", [EIGHT, MeshConfig(data=3, fsdp=1, tensor=1, pipeline=1)], ids=["2_2_2", "3"])
-def test_replicas_and_tensor_parallel(model, rollout, mixed_requests, base, mesh):
+def test_replicas_and_tensor_parallel(model, rollout, mixed_requests, base, mesh, attention):
     """8 devices equal one, and so does a number of replicas that divides nothing.
 
-    Seen to catch: one replica given the tokens of another.
+    Seen to catch: one replica given the tokens of another; the key/value heads of a page not split with the queries'.
     """
-    engine, params = model.engine(rollout(num_slots=3), mesh)
+    engine, params = model.engine(rollout(num_slots=3, attention=attention), mesh)
     check_all(model, mixed_requests, base, engine.generate(params, mixed_requests))
     pools = jax.tree.leaves(engine._pools)
     assert {pool.sharding.shard_shape(pool.shape)[0] for pool in pools} == {engine.num_pages}

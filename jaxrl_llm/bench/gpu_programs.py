@@ -1,0 +1,241 @@
+"""The whole decode dispatch and training step of a Llama-3.1-8B-shaped model, compiled for H200s that are not here.
+
+    JAX_PLATFORMS=cpu python -m jaxrl_llm.bench.gpu_programs                  a table: memory, seconds to compile
+    JAX_PLATFORMS=cpu python -m jaxrl_llm.bench.gpu_programs --layers 4 --json FILE
+
+Needs the CUDA plugin of jax's version, no GPU and no weights (see `jaxrl_kernels.gpu_compile`). The programs are the
+project's own: those of `Engine` and `update.make_update`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxrl_kernels import gpu_compile
+from jaxrl_llm import packing, update
+from jaxrl_llm.algorithms import ALGORITHMS
+from jaxrl_llm.algorithms.grpo import GRPOOptions
+from jaxrl_llm.config import MeshConfig, OptimizerConfig, RolloutConfig
+from jaxrl_llm.decoding import rows as engine_rows
+from jaxrl_llm.decoding.engine import Engine
+from jaxrl_llm.models.config import ModelConfig, RopeConfig
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.optimizer import make_optimizer
+from jaxrl_llm.sharding import GENERATION, TRAINING, batch_sharding, batch_shards, make_mesh, replicated
+from jaxrl_llm.types import Rows
+
+LLAMA_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    padded_vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_size=128,
+    max_position=131072,
+    norm_eps=1e-5,
+    rope=RopeConfig(theta=500000.0, type="llama3", factor=8.0, original_max_position=8192),
+    windows=(None,) * 32,
+)
+"""The shape of Llama 3.1 8B."""
+
+MESHES = {
+    "1": MeshConfig(data=1, fsdp=1, tensor=1, pipeline=1),
+    "tensor 8": MeshConfig(data=1, fsdp=1, tensor=8, pipeline=1),
+    "fsdp 4 x tensor 2": MeshConfig(data=1, fsdp=4, tensor=2, pipeline=1),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A jitted function with the abstract arguments it is to be compiled for."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    mesh: Mesh
+
+    def compile(self) -> gpu_compile.Report:
+        return gpu_compile.compile(self.function, *self.arguments, mesh=self.mesh)
+
+    @property
+    def argument_bytes(self) -> int:
+        """What the arguments take on one device by their shapes and shardings, nothing compiled."""
+        return sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(self.arguments)
+        )
+
+
+def with_layers(num_layers: int, config: ModelConfig = LLAMA_8B) -> ModelConfig:
+    return dataclasses.replace(config, num_layers=num_layers, windows=config.windows[:1] * num_layers)
+
+
+def gpu_mesh(config: MeshConfig) -> Mesh:
+    """The project's mesh over compile-only H200s."""
+    count = config.data * config.fsdp * config.tensor * config.pipeline
+    return make_mesh(config, gpu_compile.devices(count))
+
+
+def _abstract(tree: Any, shardings: Any, dtype: Any = None) -> Any:
+    def one(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(one, tree, shardings)
+
+
+def decode_program(
+    config: ModelConfig, mesh: Mesh, *, num_slots: int = 64, context: int = 4096, attention: str = "auto"
+) -> Program:
+    """One decode dispatch of the engine in bfloat16, with pools for all slots at full length on each replica."""
+    decoder = Decoder(config)
+    rollout = RolloutConfig(num_slots=num_slots, page_size=16, attention=attention)
+    engine = Engine(decoder, mesh, rollout, context=context, dtype=jnp.bfloat16)
+    params = jax.eval_shape(decoder.generation_params, decoder.abstract_params())
+    pools = jax.eval_shape(lambda: engine._zero_pools(jnp.bfloat16))
+    width = engine_rows.decode_width(engine._buckets.columns[-1])
+    packed = jax.ShapeDtypeStruct(
+        (engine.num_replicas * engine._buckets.rows[-1], width), jnp.int32, sharding=engine._rows_sharding
+    )
+    arguments = (
+        _abstract(params, GENERATION.shardings(mesh, decoder.generation_axes()), jnp.bfloat16),
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=engine._pool_sharding), pools),
+        packed,
+    )
+    return Program(engine._decode_program, arguments, mesh)
+
+
+def training_program(config: ModelConfig, mesh: Mesh, *, row_tokens: int = 4096, micro_batches: int = 4) -> Program:
+    """One update: GRPO, AdamW with a float32 state, bfloat16 compute, one row per batch shard, layers computed again
+    for the backward pass."""
+    decoder = Decoder(config)
+    optimizer = make_optimizer(OptimizerConfig(name="adamw"), 100)
+    params = decoder.abstract_params()
+    shardings = TRAINING.shardings(mesh, decoder.logical_axes())
+    role_shardings = update.role_shardings_of(params, optimizer, shardings, mesh)
+    role = update.RoleState(params, jax.eval_shape(optimizer.init, params))
+    forward = update.Forward(decoder, 1.0, jnp.bfloat16, "full", 1024 * batch_shards(mesh))
+    step = update.make_update(forward, ALGORITHMS["grpo"], GRPOOptions(), optimizer, 1.0, role_shardings, mesh)
+    shape = packing.RowShape.of(row_tokens, row_tokens, batch_shards(mesh))
+    dtypes: dict[str, Any] = {"loss_mask": jnp.bool_}
+    dtypes |= dict.fromkeys(("tokens", "segment_ids", "positions", "prefix_ids", "predictors"), jnp.int32)
+    sizes = micro_batches, shape.rows_per_micro, row_tokens
+    rows = jax.eval_shape(
+        lambda: Rows(**{field.name: jnp.zeros(sizes, dtypes.get(field.name)) for field in dataclasses.fields(Rows)})
+    )
+    split = batch_sharding(mesh, ndim=3, row_dimension=1)
+    whole = replicated(mesh)
+    arguments = (
+        _abstract(role, role_shardings),
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split), rows),
+        jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
+        jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
+    )
+    program = step.__wrapped__  # jitted; `gpu_compile.compile` sets the mesh
+    return Program(_Static(program, old_is_actor=True), arguments, mesh)
+
+
+class _Static:
+    """A jitted function whose static arguments are given: what ``functools.partial`` would be, with ``lower``."""
+
+    def __init__(self, function: Any, **static: Any):
+        self.function, self.static = function, static
+
+    def lower(self, *arguments: Any) -> Any:
+        return self.function.lower(*arguments, **self.static)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments, **self.static)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One operation of a compiled program.
+
+    Attributes:
+      kind: as HLO calls it; the start of an asynchronous one counts, its end does not.
+      dtype: of its largest result.
+      largest: entries of that.
+    """
+
+    kind: str
+    dtype: str
+    largest: int
+
+
+def operations(text: str, kinds: Collection[str]) -> list[Operation]:
+    """The operations of these kinds in optimised HLO, in its order, those inside fusions and loops once each."""
+    found = []
+    for results, kind in re.findall(r"= (.*?) ([a-z][a-z-]*?)(?:-start)?\(", text):
+        if kind in kinds:
+            sizes = [
+                (math.prod(int(n) for n in dims.split(",") if n), dtype)
+                for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", results)
+            ]
+            largest, dtype = max(sizes)
+            found.append(Operation(kind, dtype, largest))
+    return found
+
+
+def measure(config: ModelConfig) -> list[dict[str, Any]]:
+    """Compiles both programs for every mesh; a row of figures each. Training on one device does not fit."""
+    found = []
+    for kind, program_of in (("decode", decode_program), ("training", training_program)):
+        for name, sizes in MESHES.items():
+            program = program_of(config, gpu_mesh(sizes))
+            start = time.perf_counter()
+            report = program.compile()
+            found.append(
+                {
+                    "program": kind,
+                    "H200s": name,
+                    "argument_bytes": report.argument_bytes,
+                    "temporary_bytes": report.temporary_bytes,
+                    "compile_s": time.perf_counter() - start,
+                    "kernels": len(report.kernels),
+                }
+            )
+            print(table_row(found[-1]), flush=True)
+    return found
+
+
+def table_row(figures: dict[str, Any]) -> str:
+    """A line of the table in Markdown."""
+    total = figures["argument_bytes"] + figures["temporary_bytes"]
+    return (
+        f"| {figures['program']} | {figures['H200s']} | {figures['argument_bytes'] / 1e9:.2f} | "
+        f"{figures['temporary_bytes'] / 1e9:.2f} | {total / 1e9:.1f} | {figures['kernels']} | "
+        f"{figures['compile_s']:.0f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.bench.gpu_programs", description=__doc__)
+    parser.add_argument("--layers", type=int, default=LLAMA_8B.num_layers)
+    parser.add_argument("--json", default="", help="write the figures here")
+    arguments = parser.parse_args()
+    if reason := gpu_compile.missing():
+        raise SystemExit(reason)
+    print(f"Llama-3.1-8B shape, {arguments.layers} layers, jax {jax.__version__}; GB per device\n")
+    print("| program | H200s | arguments | temporaries | sum | kernels | compile s |\n|---|---|---|---|---|---|---|")
+    figures = measure(with_layers(arguments.layers))
+    if arguments.json:
+        about = {"layers": arguments.layers, "jax": jax.__version__, "programs": figures}
+        pathlib.Path(arguments.json).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
