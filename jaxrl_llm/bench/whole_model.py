@@ -143,7 +143,9 @@ def _grpo_step(
             shape,
             aggregation=options.loss_aggregation,
             max_response_tokens=work.new_tokens,
-            max_micro_batches=packing.micro_batches_for(work.prompts * work.samples, shape),
+            max_micro_batches=packing.micro_batches_for(
+                work.prompts * work.samples, work.prompt_tokens + work.new_tokens, shape
+            ),
         )
         role, metrics = step(
             role,

@@ -131,6 +131,7 @@ class Decoder:
             raise ValueError(f"remat is {remat!r}; it must be one of {', '.join(REMAT)}")
         rows, num_tokens = tokens.shape
         rope = rope_tables(self.config.rope, self.config.head_size, positions.reshape(-1))
+        axes = splitting_axes(rows=rows, kv_heads=self.config.num_kv_heads)
 
         def layer(x: Float[Array, "N D"], layer_data: dict[str, Any]) -> tuple[Float[Array, "N D"], None]:
             def attend(q: Array, k: Array, v: Array) -> Array:
@@ -147,7 +148,7 @@ class Decoder:
                     prefix_ids,
                     layer_data["window"],
                     scale=self.config.scale,
-                    mesh_axes=splitting_axes(rows=rows, kv_heads=k.shape[2]),
+                    mesh_axes=None if axes is None else (axes[0], axes[1]),
                 )
                 attended = place(attended, "rows", None, "heads", None)
                 return place(attended.reshape(rows * num_tokens, *attended.shape[2:]), "rows", "heads", None)
