@@ -11,6 +11,7 @@ Activations are flat ``[N, D]``, N tokens in any order: only ``attend`` knows wh
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -40,10 +41,19 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((size,), jnp.float32))
 
     def __call__(self, x: Float[Array, "*N D"]) -> Float[Array, "*N D"]:
-        value = x.astype(jnp.float32)
-        value = value * jax.lax.rsqrt(jnp.mean(value * value, axis=-1, keepdims=True) + self.epsilon)
-        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
-        return value.astype(x.dtype) * scale
+        return _rms_norm(x, self.scale[...], self.epsilon)
+
+
+@functools.partial(jax.checkpoint, static_argnums=2)  # the backward pass computes it again from x alone
+def _rms_norm(x: Float[Array, "*N D"], scale: Float[Array, " D"], epsilon: float) -> Float[Array, "*N D"]:
+    value = x.astype(jnp.float32)
+    value = value * jax.lax.rsqrt(jnp.mean(value * value, axis=-1, keepdims=True) + epsilon)
+    return value.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
+
+
+@jax.checkpoint  # the backward pass keeps gate and up alone: element by element, it is cheaper to compute than to store
+def _swiglu(gate: Float[Array, "N F"], up: Float[Array, "N F"]) -> Float[Array, "N F"]:
+    return jax.nn.silu(gate) * up
 
 
 class Attention(nnx.Module):
@@ -118,7 +128,7 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
         if not self.fused:
-            hidden = jax.nn.silu(x @ self.gate[...]) * (x @ self.up[...])
+            hidden = _swiglu(x @ self.gate[...], x @ self.up[...])
             return place(hidden, "rows", "mlp") @ self.down[...]
         if not compiles_for_cpu():
             gate, up = jnp.einsum("nd,cfd->cnf", x, self.gate_up[...])
