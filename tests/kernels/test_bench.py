@@ -86,9 +86,10 @@ def test_a_wrong_gradient_is_reported(monkeypatch):
         return right(q, 0.9 * k + 0.1 * jax.lax.stop_gradient(k), *rest, **options)
 
     (problem,) = some("row_attention", "shorter_than_a_block")
-    assert [entry.verdict for entry in results.check([problem])] == ["right"]
+    entry = next(entry for entry in results.check([problem]) if entry.implementation == "xla")
+    assert entry.verdict == "right"
     monkeypatch.setitem(implementations, "xla", most_of_the_gradient)
-    (entry,) = results.check([problem])
+    entry = next(entry for entry in results.check([problem]) if entry.implementation == "xla")
     assert entry.verdict == "wrong" and 0.01 < entry.error < 0.2
 
 
