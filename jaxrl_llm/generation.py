@@ -74,17 +74,18 @@ def generate(
     loaded = load_tokenizer(resolved.tokenizer.path) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
     # The cache is made for the longest prompt, and for as many sequences as there are.
     _, encoded = encode_all(loaded, prompts, resolved.data)
-    longest = max(map(len, encoded))
+    longest, rollout = max(map(len, encoded)), resolved.rollout
     context = load_config(model).max_position
-    if longest + (max_new_tokens or 1) > context:
+    if longest + rollout.max_new_tokens > context:
         raise UserError(
-            f"The longest prompt has {longest} tokens, which with max_new_tokens={max_new_tokens or 1} is more than "
+            f"The longest prompt has {longest} tokens, which with max_new_tokens={rollout.max_new_tokens} is more than "
             f"the context of {model!r}, {context} tokens. Shorten one of them."
         )
-    if max_new_tokens is None:
+    if max_new_tokens is None and "rollout.max_new_tokens" not in (options or {}):
         plain["rollout"]["max_new_tokens"] = min(DEFAULT_NEW_TOKENS, context - longest)
-    plain["data"]["max_prompt_tokens"] = max(longest, 1)
-    plain["rollout"]["num_slots"] = min(resolved.rollout.num_slots, max(1, len(prompts) * samples_per_prompt))
+    if "data.max_prompt_tokens" not in (options or {}):
+        plain["data"]["max_prompt_tokens"] = max(longest, 1)
+    plain["rollout"]["num_slots"] = min(rollout.num_slots, max(1, len(prompts) * rollout.samples_per_prompt))
     trainer = Trainer(configs.resolve(plain, training=False), read_only=True, tokenizer=loaded)
     with contextlib.closing(trainer):
         return trainer.complete(prompts, on_text)

@@ -41,6 +41,15 @@ def test_bad_arguments_are_named():
         jaxrl_llm.generate("builtin:tiny_addition", PROMPTS, max_new_tokens=100_000)
 
 
+def test_options_by_name_are_not_overruled():
+    """Caught: the default length put over an option that was given; the limit on prompts lifted."""
+    options = {"rollout.max_new_tokens": 2, "rollout.ignore_eos": True, "rollout.samples_per_prompt": 3}
+    ((*completions,),) = jaxrl_llm.generate("builtin:tiny_addition", ["1+1="], options=options)
+    assert [len(completion.token_ids) for completion in completions] == [2, 2, 2]
+    with pytest.raises(UserError, match="max_prompt_tokens"):
+        jaxrl_llm.generate("builtin:tiny_addition", PROMPTS, options={"data.max_prompt_tokens": 2})
+
+
 def test_without_a_length_the_context_is_the_limit():
     """Caught: 256 whatever the model's context."""
     ((completion,),) = jaxrl_llm.generate("builtin:tiny_addition", ["1+1="], options={"rollout.ignore_eos": True})

@@ -12,6 +12,7 @@ comes from the same program and prefill makes no logits.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import os
 import time
@@ -275,8 +276,8 @@ class Engine:
             self._copy_pages(plan)
             self._decode(gen_params, plan.running)
             if on_text is not None:
-                for sample, stream in streams.items():
-                    self._show(sample, stream, on_text)
+                for sample in itertools.chain(*plan.running):
+                    self._show(sample, streams[sample], on_text)
             for replica in range(self.num_replicas):
                 for sample in scheduler.finish(replica):
                     sample.finished_s = time.perf_counter()

@@ -105,7 +105,7 @@ class TextStream:
             self._text += "".join(self._incremental.push(token) for token in token_ids[self._seen :])
             held_back = 0
         self._seen = len(token_ids)
-        return self._show(self._text[: len(self._text) - held_back])
+        return self._show(self._text[: max(0, len(self._text) - held_back)])
 
     def rest(self, text: str) -> str:
         """What is still to be shown of a finished response whose text is ``text``."""

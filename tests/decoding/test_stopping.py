@@ -94,3 +94,15 @@ def test_a_stream_shows_all_and_takes_nothing_back():
                 shown += stream.news(ids)
                 assert final.startswith(shown)
             assert shown + stream.rest(final) == final
+
+
+def test_a_stream_holds_back_all_of_a_text_shorter_than_the_stop_string():
+    """Caught: a negative end of the slice, which shows the beginning of what then was the stop string."""
+    decode = pieces("ab", " EN", "D!!!!")
+    watched = StopStrings([" END!!!!"], decode)
+    stream, shown = TextStream(decode, watched), ""
+    for token in range(3):
+        watched.push(token)
+        shown += stream.news(range(token + 1))
+        assert "ab".startswith(shown)
+    assert shown + stream.rest(watched.text) == "ab"

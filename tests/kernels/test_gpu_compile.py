@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
-from jaxrl_kernels import gpu_compile
+from jaxrl_kernels import gpu_compile, triton_tiles
 from jaxrl_kernels.paged_attention import api, pallas_triton
 from jaxrl_kernels.prefill_attention.api import prefill_attention
 from jaxrl_kernels.row_attention.api import row_attention
@@ -80,7 +80,7 @@ def test_lowering_refuses_what_triton_refuses():
         return pl.pallas_call(
             odd_tile,
             out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-            compiler_params=pallas_triton._compiler_params(4, 2),
+            compiler_params=triton_tiles.compiler_params(4, 2),
         )(x)
 
     with pytest.raises(Exception, match="power of 2"):

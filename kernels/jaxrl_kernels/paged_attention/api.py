@@ -5,12 +5,12 @@ H query heads, K key/value heads (H a multiple of K; query head i reads key/valu
 h head size, P pages in the pool, S tokens in a page, M columns of the page table.
 """
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl_kernels.choice import Choice, automatic_axes
 from jaxrl_kernels.device import Device, target_device
 from jaxrl_kernels.paged_attention import pallas_mosaic, pallas_triton, reference, xla
 
@@ -27,19 +27,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
 Those of Pallas also take ``interpret=True``, which runs them on any backend, slowly."""
 
 _PALLAS = {"pallas_triton": pallas_triton, "pallas_mosaic": pallas_mosaic}
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """What ``auto`` stands for.
-
-    Attributes:
-      name: a key of ``IMPLEMENTATIONS``.
-      reason: one sentence, to be shown to a person.
-    """
-
-    name: str
-    reason: str
 
 
 def paged_attention(
@@ -82,7 +69,7 @@ def paged_attention(
     """
     _check(q, k_pages, v_pages, page_table, lengths, window, soft_cap)
     device = target_device()
-    traits = q.dtype, q.shape[-1], k_pages.shape[1], _automatic_axes()
+    traits = q.dtype, q.shape[-1], k_pages.shape[1], automatic_axes()
     if implementation == "auto":
         implementation = choose_for(device, *traits).name
     if implementation not in IMPLEMENTATIONS:
@@ -101,7 +88,7 @@ def paged_attention(
 
 def choose(dtype=jnp.bfloat16, head_size: int = 128, page_size: int = 16) -> str:
     """The implementation that ``auto`` stands for here and now: :func:`choose_for` the target device and mesh."""
-    return choose_for(target_device(), dtype, head_size, page_size, _automatic_axes()).name
+    return choose_for(target_device(), dtype, head_size, page_size, automatic_axes()).name
 
 
 def choose_for(device: Device, dtype, head_size: int, page_size: int, automatic_axes: tuple[str, ...] = ()) -> Choice:
@@ -138,17 +125,6 @@ def why_not(
             "make them manual by jax.shard_map; choose 'xla' otherwise"
         )
     return reason
-
-
-def _automatic_axes() -> tuple[str, ...]:
-    """Axes of the mesh in context that have more than one device and are not manual."""
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = jax.sharding.AxisType.Manual
-    return tuple(
-        str(name)
-        for name, size, kind in zip(mesh.axis_names, mesh.axis_sizes, mesh.axis_types, strict=True)
-        if size > 1 and kind != manual
-    )
 
 
 def _check(q, k_pages, v_pages, page_table, lengths, window, soft_cap) -> None:

@@ -7,42 +7,23 @@ row's part are masked in the load itself and never read.
 
 import functools
 import math
-import warnings
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxrl_kernels import triton_tiles
 from jaxrl_kernels.device import Device
 from jaxrl_kernels.paged_attention import splits
 
-DTYPES = ("float32", "bfloat16", "float16")
 _LOG2_E = math.log2(math.e)  # the kernel works in powers of two, which the hardware has an instruction for
 _PROGRAMS_PER_CORE = 4  # what registers and shared memory of an H200 hold of it at head size 128
-_MIN_TILE = 16  # the shortest side that a matrix instruction takes
 
 
 def why_not(device: Device, dtype, head_size: int, page_size: int) -> str | None:
-    """Why the kernel can't run for these on that device, and what to choose; None when it can."""
-    if device.platform != "gpu":
-        return f"needs an NVIDIA GPU, and the program is for {device.platform}; choose 'xla' or 'auto'"
-    if device.compute_capability is None:
-        return f"knows no compute capability of {device.kind!r}: not an NVIDIA GPU that it knows; choose 'xla'"
-    if device.compute_capability < (8, 0):
-        major, minor = device.compute_capability
-        return f"needs compute capability 8.0 (Ampere) or more, and {device.kind} has {major}.{minor}; choose 'xla'"
-    return why_not_shape(dtype, head_size, page_size)
-
-
-def why_not_shape(dtype, head_size: int, page_size: int) -> str | None:
-    """As :func:`why_not`, of dtype and shapes alone."""
-    del page_size  # any will do
-    if jnp.dtype(dtype).name not in DTYPES:
-        return f"takes {', '.join(DTYPES)}, not {jnp.dtype(dtype).name}; choose 'xla'"
-    if head_size % _MIN_TILE:
-        return f"needs a head size that is a multiple of {_MIN_TILE}, not {head_size}; choose 'xla'"
-    return None
+    """Why the kernel can't run for these on that device, and what to choose; None when it can, at any page size."""
+    return triton_tiles.why_not(device, dtype, head_size)
 
 
 def paged_attention(
@@ -74,7 +55,7 @@ def paged_attention(
     """
     batch, num_heads, head_size = q.shape
     page_size, num_kv_heads = k_pages.shape[1:3]
-    if reason := why_not_shape(q.dtype, head_size, page_size):
+    if reason := triton_tiles.why_not_shape(q.dtype, head_size):
         raise ValueError(f"paged attention 'pallas_triton' {reason}")
     if k_pages.dtype != q.dtype or v_pages.dtype != q.dtype:
         raise ValueError(
@@ -86,8 +67,10 @@ def paged_attention(
     group = num_heads // num_kv_heads
     if block_tokens is None:
         block_tokens = 32 if q.dtype == jnp.float32 else 64
-    if block_tokens < _MIN_TILE or block_tokens & (block_tokens - 1):
-        raise ValueError(f"block_tokens must be a power of two and at least {_MIN_TILE}, not {block_tokens}")
+    if block_tokens < triton_tiles.MIN_TILE or block_tokens & (block_tokens - 1):
+        raise ValueError(
+            f"block_tokens must be a power of two and at least {triton_tiles.MIN_TILE}, not {block_tokens}"
+        )
     if num_warps is None:
         num_warps = 8 if head_size * q.dtype.itemsize >= 512 else 4
     max_tokens = page_table.shape[1] * page_size
@@ -108,7 +91,7 @@ def paged_attention(
         scale=float(scale),
         window=window,
         soft_cap=None if soft_cap is None else float(soft_cap),
-        chunks=_chunks(head_size),
+        chunks=triton_tiles.parts(head_size),
         precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,  # else Triton rounds float32 to tf32
     )
     grouped = pl.BlockSpec((None, None, group, head_size), lambda b, k, s: (b, k, 0, 0))
@@ -134,7 +117,7 @@ def paged_attention(
             ),
             jax.ShapeDtypeStruct((num_splits, batch, num_kv_heads, group), jnp.float32),
         ],
-        compiler_params=_compiler_params(num_warps, num_stages),
+        compiler_params=triton_tiles.compiler_params(num_warps, num_stages),
         interpret=interpret,
         name="paged_attention_decode",
     )(
@@ -146,25 +129,6 @@ def paged_attention(
     )
     out = outputs[0] if num_splits == 1 else splits.combine(outputs, log_sums)
     return out.reshape(q.shape).astype(q.dtype)
-
-
-def _compiler_params(num_warps: int, num_stages: int):
-    from jax.experimental.pallas import triton
-
-    # Said by jax >= 0.11 whenever such a kernel is lowered, which happens after this function has returned: a filter
-    # for this one message is what can be done here. README.md says what follows from the deprecation.
-    warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-    return triton.CompilerParams(num_warps=num_warps, num_stages=num_stages)
-
-
-def _chunks(head_size: int) -> tuple[tuple[int, int], ...]:
-    """(start, size) of power-of-two parts of a head, since tiles must be such: 80 is 64 and 16."""
-    chunks, start = [], 0
-    while start < head_size:
-        size = 1 << ((head_size - start).bit_length() - 1)
-        chunks.append((start, size))
-        start += size
-    return tuple(chunks)
 
 
 def _kernel(
@@ -189,7 +153,7 @@ def _kernel(
 
     head, split = pl.program_id(1), pl.program_id(2)
     group, num_columns = q_ref.shape[0], table_ref.shape[0]
-    tile_rows = max(_MIN_TILE, pl.next_power_of_2(group))
+    tile_rows = max(triton_tiles.MIN_TILE, pl.next_power_of_2(group))
     # The tile's spare rows repeat the last head. They are written to its place too, with the same values.
     rows = jnp.minimum(jnp.arange(tile_rows), group - 1)
     length = length_ref[0]
