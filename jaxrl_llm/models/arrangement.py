@@ -20,6 +20,8 @@ Axes = tuple[str | None, ...]
 AXES: dict[str, Axes] = {
     "embed/weight": ("vocab", "embed"),
     "lm_head/weight": ("vocab", "embed"),
+    "value_head/weight": (None,),
+    "label_head/weight": (None, None),
     "final_norm/scale": (None,),
     "attention_norm/scale": (None,),
     "mlp_norm/scale": (None,),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax.typing import DTypeLike
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.families.family import HfConfig
 from jaxrl_llm.models.registry import FAMILIES
 from jaxrl_llm.models.safetensors_folder import INDEX
 from jaxrl_llm.models.tensors import TensorRule, sizes_of
@@ -54,6 +55,32 @@ def export_model(
     Raises:
       UserError: see `export_target`.
     """
+    config = dataclasses.replace(decoder.config, eos_token_ids=decoder.config.end_ids(tokenizer))
+    hf = FAMILIES[config.architecture].to_hf(config)
+    ids = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
+    configs = {"config.json": {**hf, "torch_dtype": jnp.dtype(dtype).name}, "generation_config.json": ids}
+    rules = FAMILIES[config.architecture].rules(config)
+    write_model(
+        folder, decoder, params, rules, configs, tokenizer, dtype, overwrite=overwrite, max_file_bytes=max_file_bytes
+    )
+
+
+def write_model(
+    folder: str | Path,
+    decoder: Decoder,
+    params: Params,
+    rules: Sequence[TensorRule],
+    configs: Mapping[str, HfConfig],
+    tokenizer: Any,
+    dtype: DTypeLike,
+    *,
+    overwrite: bool,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes a folder whose weights are those that ``rules`` name and whose JSON files are ``configs``, by file name.
+
+    Everything else is as in :func:`export_model`.
+    """
     target = export_target(folder, overwrite=overwrite)
     temporary = target.with_name(target.name + ".incomplete")
     writes = jax.process_index() == 0
@@ -65,9 +92,9 @@ def export_model(
             raise UserError(
                 f"The export folder {str(target)!r} can't be made: {error.strerror}. Give one where you may write."
             ) from error
-    _write_weights(temporary, decoder, params, jnp.dtype(dtype), max_file_bytes, writes)
+    _write_weights(temporary, decoder, params, rules, jnp.dtype(dtype), max_file_bytes, writes)
     if writes:
-        _write_configs(temporary, decoder, tokenizer, jnp.dtype(dtype))
+        _write_configs(temporary, configs)
         if tokenizer is not None:
             tokenizer.save_pretrained(temporary)
         for file in temporary.glob("*.safetensors"):  # their library makes them private whatever the umask
@@ -110,19 +137,21 @@ def _holds_a_model(folder: Path) -> bool:
     )
 
 
-def _write_configs(folder: Path, decoder: Decoder, tokenizer: Any, dtype: np.dtype) -> None:
-    config = dataclasses.replace(decoder.config, eos_token_ids=decoder.config.end_ids(tokenizer))
-    hf = FAMILIES[config.architecture].to_hf(config)
-    ids = {name: hf[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if hf[name] is not None}
-    files = {"config.json": {**hf, "torch_dtype": dtype.name}, "generation_config.json": ids}
-    for name, content in files.items():
+def _write_configs(folder: Path, configs: Mapping[str, HfConfig]) -> None:
+    for name, content in configs.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
 
 def _write_weights(
-    folder: Path, decoder: Decoder, params: Params, dtype: np.dtype, max_file_bytes: int, writes: bool
+    folder: Path,
+    decoder: Decoder,
+    params: Params,
+    rules: Sequence[TensorRule],
+    dtype: np.dtype,
+    max_file_bytes: int,
+    writes: bool,
 ) -> None:
-    files = _plan(decoder, dtype, max_file_bytes)
+    files = _plan(decoder, rules, dtype, max_file_bytes)
     names = [
         "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         for number in range(1, len(files) + 1)
@@ -145,11 +174,13 @@ def _write_weights(
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _plan(decoder: Decoder, dtype: np.dtype, max_file_bytes: int) -> list[list[tuple[TensorRule, int | None]]]:
+def _plan(
+    decoder: Decoder, rules: Sequence[TensorRule], dtype: np.dtype, max_file_bytes: int
+) -> list[list[tuple[TensorRule, int | None]]]:
     """Which tensors go into which file, in order."""
     files: list[list[tuple[TensorRule, int | None]]] = [[]]
     filled = 0
-    for rule, layer in _entries(decoder):
+    for rule, layer in _entries(decoder, rules):
         size = _file_bytes(decoder, rule, dtype)
         if files[-1] and filled + size > max_file_bytes:
             files.append([])
@@ -159,8 +190,8 @@ def _plan(decoder: Decoder, dtype: np.dtype, max_file_bytes: int) -> list[list[t
     return files
 
 
-def _entries(decoder: Decoder) -> Iterator[tuple[TensorRule, int | None]]:
-    for rule in FAMILIES[decoder.config.architecture].rules(decoder.config):
+def _entries(decoder: Decoder, rules: Sequence[TensorRule]) -> Iterator[tuple[TensorRule, int | None]]:
+    for rule in rules:
         for layer in range(decoder.config.num_layers) if rule.per_layer else (None,):
             yield rule, layer
 

@@ -6,7 +6,7 @@ Import rule: every tensor of the file is used or named in an error, every parame
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,16 +20,16 @@ from jaxtyping import Array
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.families.family import token_ids
+from jaxrl_llm.models.families.family import HfConfig, token_ids
 from jaxrl_llm.models.gguf_file import GgufTensors, gguf_hf_config
 from jaxrl_llm.models.locate import resolve_path
 from jaxrl_llm.models.registry import FAMILIES, config_from_hf
-from jaxrl_llm.models.safetensors_folder import SafetensorsFolder
+from jaxrl_llm.models.safetensors_folder import SafetensorsFolder, check_shapes
 from jaxrl_llm.models.tensors import Index, TensorRule, sizes_of
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.types import Params
 
-__all__ = ["init_model", "load_config", "load_model", "resolve_path"]
+__all__ = ["init_model", "load_config", "load_model", "load_parameters", "read_hf_config", "resolve_path"]
 
 
 @runtime_checkable
@@ -46,20 +46,29 @@ class Tensors(Protocol):
 def load_config(path: str | Path) -> ModelConfig:
     """The config of the model at ``path`` (see :func:`resolve_path`); reads no weights.
 
-    End-of-sequence ids are those of ``config.json`` and of ``generation_config.json`` together.
-
     Raises:
       UserError: no such model, not one that is supported, or a damaged config.
     """
     local = resolve_path(path)
+    return config_from_hf(read_hf_config(local), str(local))
+
+
+def read_hf_config(local: Path) -> HfConfig:
+    """The ``config.json`` of a folder or ``.gguf`` file on this machine.
+
+    End-of-sequence ids are those of ``config.json`` and of ``generation_config.json`` together.
+
+    Raises:
+      UserError: there is none, or it is damaged.
+    """
     if local.suffix == ".gguf":
-        return config_from_hf(gguf_hf_config(local), str(local))
+        return gguf_hf_config(local)
     hf = _read_json(local / "config.json")
     generation = local / "generation_config.json"
     if generation.exists():
         eos = (*token_ids(hf.get("eos_token_id")), *token_ids(_read_json(generation).get("eos_token_id")))
         hf = {**hf, **({"eos_token_id": list(dict.fromkeys(eos))} if eos else {})}
-    return config_from_hf(hf, str(local))
+    return hf
 
 
 def load_model(
@@ -82,11 +91,41 @@ def load_model(
     """
     local = resolve_path(path)
     config = load_config(local).with_vocab_multiple(vocab_multiple)
-    tensors: Tensors = GgufTensors(local) if local.suffix == ".gguf" else SafetensorsFolder(local)
     decoder = Decoder(config)
     rules = FAMILIES[config.architecture].rules(config)
-    _check(tensors, rules, config)
-    shardings = _shardings(decoder, mesh, layout)
+    expected, axes = decoder.abstract_params(), decoder.logical_axes()
+    return decoder, load_parameters(local, decoder, rules, expected, axes, mesh=mesh, layout=layout, dtype=dtype)
+
+
+def load_parameters(
+    local: Path,
+    decoder: Decoder,
+    rules: tuple[TensorRule, ...],
+    expected: Params,
+    axes: Params,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    unread: Collection[str] = (),
+    mesh: Mesh | None = None,
+    layout: Layout | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Params:
+    """The parameters of a tree from the tensors of a folder or ``.gguf`` file.
+
+    Args:
+      rules: one for each parameter.
+      expected, axes: the tree's shapes (``jax.ShapeDtypeStruct``) and logical axes.
+      sizes: of dimensions that ``sizes_of`` does not know.
+      unread: tensors of the file that are left out on purpose.
+      mesh, layout, dtype: as in :func:`load_model`.
+
+    Raises:
+      UserError: tensors that are missing, left over or of another shape.
+    """
+    config = decoder.config
+    tensors: Tensors = GgufTensors(local) if local.suffix == ".gguf" else SafetensorsFolder(local)
+    all_sizes = {**sizes_of(config), **(sizes or {})}
+    _check(tensors, rules, config, all_sizes, unread)
     rule_of = {rule.path: rule for rule in rules}
 
     def load(key_path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: NamedSharding | None) -> Array:
@@ -94,9 +133,9 @@ def load_model(
         layers = None
         if names[0] == "blocks":
             layers, names = decoder.runs[names[1]], names[2:]
-        return _load(rule_of["/".join(names)], tensors, config, layers, leaf.shape, jnp.dtype(dtype), sharding)
+        return _load(rule_of["/".join(names)], tensors, all_sizes, layers, leaf.shape, jnp.dtype(dtype), sharding)
 
-    return decoder, jax.tree.map_with_path(load, decoder.abstract_params(), shardings)
+    return jax.tree.map_with_path(load, expected, _shardings(axes, mesh, layout))
 
 
 def init_model(
@@ -113,13 +152,12 @@ def init_model(
     """
     config = config_from_hf(hf_config, "model.architecture").with_vocab_multiple(vocab_multiple)
     decoder = Decoder(config)
-    shardings = None if mesh is None else _shardings(decoder, mesh, layout)
+    shardings = None if mesh is None else _shardings(decoder.logical_axes(), mesh, layout)
     return decoder, jax.jit(decoder.init, out_shardings=shardings)(key)
 
 
-def _shardings(decoder: Decoder, mesh: Mesh | None, layout: Layout | None) -> Any:
+def _shardings(axes: Params, mesh: Mesh | None, layout: Layout | None) -> Any:
     """A tree of NamedSharding, or of None without a mesh."""
-    axes = decoder.logical_axes()
     if (mesh is None) != (layout is None):
         raise ValueError("mesh and layout go together: give both or none")
     if mesh is None or layout is None:
@@ -130,14 +168,13 @@ def _shardings(decoder: Decoder, mesh: Mesh | None, layout: Layout | None) -> An
 def _load(
     rule: TensorRule,
     tensors: Tensors,
-    config: ModelConfig,
+    sizes: Mapping[str, int],
     layers: range | None,
     shape: tuple[int, ...],
     dtype: np.dtype,
     sharding: NamedSharding | None,
 ) -> Array:
     """One parameter (of all layers of a run), read slice by slice."""
-    sizes = sizes_of(config)
     seen: dict[tuple[tuple[int, int], ...], np.ndarray] = {}  # replicas share one read
 
     def read(index: Index) -> np.ndarray:
@@ -163,32 +200,22 @@ def _load(
     return jax.make_array_from_callback(shape, sharding, read)  # pyright: ignore[reportArgumentType]
 
 
-def _check(tensors: Tensors, rules: tuple[TensorRule, ...], config: ModelConfig) -> None:
-    """Raises UserError unless the file holds exactly the tensors of the rules, in their shapes."""
-    sizes, shapes = sizes_of(config), tensors.shapes()
+def _check(
+    tensors: Tensors,
+    rules: tuple[TensorRule, ...],
+    config: ModelConfig,
+    sizes: Mapping[str, int],
+    unread: Collection[str],
+) -> None:
+    """Raises UserError unless the file holds exactly the tensors of the rules, in their shapes, and ``unread``."""
+    shapes = {name: shape for name, shape in tensors.shapes().items() if name not in unread}
     expected = {
         rule.name(layer): rule.file_shape(sizes)
         for rule in rules
         for layer in (range(config.num_layers) if rule.per_layer else (None,))
     }
-    missing = sorted(expected.keys() - shapes.keys())
-    unused = sorted(name for name in shapes.keys() - expected.keys() if not _redundant(name, tensors, config))
-    wrong = sorted(
-        f"{name} {shapes[name]} instead of {expected[name]}"
-        for name in expected.keys() & shapes.keys()
-        if shapes[name] != expected[name]
-    )
-    problems = {"missing tensors": missing, "tensors this architecture does not use": unused, "wrong shapes": wrong}
-    listed = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
-    if listed:
-        raise UserError(
-            f"The weights in {tensors.source} do not fit its config ({config.architecture}, {config.num_layers} "
-            f"layers): {listed}. Check that config.json belongs to these weights and that the files are complete."
-        )
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    given = {name: shape for name, shape in shapes.items() if name in expected or not _redundant(name, tensors, config)}
+    check_shapes(tensors.source, f"{config.architecture}, {config.num_layers} layers", expected, given)
 
 
 def _redundant(name: str, tensors: Tensors, config: ModelConfig) -> bool:

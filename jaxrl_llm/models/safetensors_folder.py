@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +17,13 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsFolder:
-    """Named tensors of a folder. Files are memory-mapped: reading a slice touches only its pages."""
+    """Named tensors of a folder. Files are memory-mapped: reading a slice touches only its pages.
 
-    def __init__(self, folder: Path):
+    Args:
+      ignored: ends of names of tensors that are as if they were not there, whatever they hold.
+    """
+
+    def __init__(self, folder: Path, ignored: Collection[str] = ()):
         self.source = str(folder)
         self._file_of: dict[str, safetensors.safe_open] = {}
         for file in _files(folder):
@@ -32,6 +37,8 @@ class SafetensorsFolder:
             except safetensors.SafetensorError as error:
                 raise UserError(f"{file} is not a valid safetensors file ({error}). Fetch it again.") from error
             for name in handle.keys():  # noqa: SIM118  it is no dict
+                if name.endswith(tuple(ignored)):
+                    continue
                 kind = handle.get_slice(name).get_dtype()
                 if kind not in FLOATS:
                     raise UserError(
@@ -59,8 +66,44 @@ def _files(folder: Path) -> list[Path]:
     single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:
+        pickled = sorted(file.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in folder.glob(pattern))
+        if pickled:
+            raise UserError(
+                f"{folder} has no .safetensors file, only {', '.join(pickled[:3])}: a pickle, which can run any code "
+                "when it is read, and is refused. Where you trust its author, convert the model with transformers "
+                "(save_pretrained writes safetensors), or take a revision that has safetensors."
+            )
         raise UserError(
             f"{folder} has no .safetensors file. Other weight formats are not read: convert the model with "
             "transformers (save_pretrained writes safetensors)."
         )
     return files
+
+
+def check_shapes(
+    source: str, kind: str, expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raises UserError, naming each difference, unless ``given`` are exactly the ``expected`` tensors.
+
+    Args:
+      source: where they are.
+      kind: what config.json says they are.
+    """
+    missing = sorted(expected.keys() - given.keys())
+    unused = sorted(given.keys() - expected.keys())
+    wrong = sorted(
+        f"{name} {given[name]} instead of {expected[name]}"
+        for name in expected.keys() & given.keys()
+        if given[name] != expected[name]
+    )
+    problems = {"missing tensors": missing, "tensors this architecture does not use": unused, "wrong shapes": wrong}
+    listed = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+    if listed:
+        raise UserError(
+            f"The weights in {source} do not fit its config ({kind}): {listed}. Check that config.json belongs to "
+            "these weights and that the files are complete."
+        )
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -30,7 +30,8 @@ class TensorRule:
       path: the parameter's path, joined by '/'; within a block for ``per_layer`` rules.
       tensor: the file's name, with ``{layer}`` for the layer.
       dimensions: names of the parameter's dimensions.
-      file_dimensions: per dimension of the tensor, the parameter's dimensions merged in it, outermost first.
+      file_dimensions: per dimension of the tensor, the parameter's dimensions merged in it, outermost first; none for
+        one of length 1 that the parameter lacks.
     """
 
     path: str
@@ -57,6 +58,9 @@ class TensorRule:
         wanted = {name: range(sizes[name])[part] for name, part in zip(self.dimensions, index, strict=True)}
         file_index, rest, shape = [], [], []
         for merged in self.file_dimensions:
+            if not merged:
+                file_index.append(slice(0, 1))
+                continue
             outer, inner = merged[0], math.prod(sizes[name] for name in merged[1:])
             file_index.append(slice(wanted[outer].start * inner, wanted[outer].stop * inner))
             shape += [len(wanted[outer]), *(sizes[name] for name in merged[1:])]
@@ -86,8 +90,8 @@ def sizes_of(config: ModelConfig) -> dict[str, int]:
 
 
 def rule(path: str, tensor: str, dimensions: str, file_dimensions: str) -> TensorRule:
-    """``rule('attention/q', '...', 'D H h', 'Hh D')``: dimensions are single letters."""
-    merged = tuple(tuple(group) for group in file_dimensions.split())
+    """``rule('attention/q', '...', 'D H h', 'Hh D')``: dimensions are single letters; ``1`` is the file's alone."""
+    merged = tuple(() if group == "1" else tuple(group) for group in file_dimensions.split())
     return TensorRule(path, tensor, tuple(dimensions.split()), merged)
 
 
