@@ -63,6 +63,17 @@ class ModelSection:
         "time); or all but the products with weights (dots).",
         choices=("none", "full", "dots"),
     )
+    lora_rank: int = option(
+        0,
+        "Train adapters of this rank (LoRA) in place of the weights, for the policy and a critic of it; 0 is off.",
+        low=0,
+    )
+    lora_alpha: float = option(16.0, "The adapters' part is scaled by lora_alpha / lora_rank.", above=0.0)
+    lora_targets: tuple[str, ...] = option(
+        ("q", "k", "v", "o", "gate", "up", "down"),
+        "Which matrices have adapters.",
+        choices=("q", "k", "v", "o", "gate", "up", "down"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,13 +121,11 @@ class AlgorithmSection:
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any], path: str, root: type) -> AlgorithmSection:
         """Called by ``options.build``."""
-        algorithms = _algorithms()
         name = values.get("name", "grpo")
-        if name not in algorithms:
-            raise UserError(f"{path}.name = {name!r} is not an algorithm.{options.nearest(str(name), algorithms)}")
+        entry = _algorithm(name, path)
         own = {key: value for key, value in values.items() if key != "name"}
         _refuse_foreign(name, own, path)
-        return cls(name, options.build(algorithms[name].options, own, path, root))
+        return cls(name, options.build(entry.options, own, path, root))
 
     @classmethod
     def describe(cls, path: str) -> Iterator[tuple[str, str]]:
@@ -204,6 +213,40 @@ class OptimizerConfig:
     schedule: str = option("constant", "After the warm-up.", choices=("constant", "cosine", "linear"))
     final_fraction: float = option(0.1, "Of the learning rate, at the end of cosine and linear.", low=0.0, high=1.0)
     clip_norm: float = option(1.0, "Largest global gradient norm; 0 is off.", low=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticOptimizerConfig(OptimizerConfig):
+    """As `optimizer`, for the critic."""
+
+    learning_rate: float = option(1e-5, "Its largest value.", low=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class CriticConfig:
+    """The critic of algorithms that have one (`ppo`): a model of its own with a value head."""
+
+    path: str = option("", "Like model.path, also of a sequence classifier with one label; empty: the policy's start.")
+    optimizer: CriticOptimizerConfig = option(CriticOptimizerConfig, "")
+    warmup_steps: int = option(0, "First steps in which the critic alone is updated.", low=0, unit="steps")
+
+
+@dataclasses.dataclass(frozen=True)
+class ReferenceConfig:
+    """The frozen policy that a KL is measured against."""
+
+    path: str = option(
+        "",
+        "Like model.path, or the work folder of an earlier run (its newest checkpoint); empty: the policy's start, "
+        "which with adapters is their base and takes no memory.",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TeacherConfig:
+    """The frozen model that `distillation` learns from."""
+
+    path: str = option("", "Like model.path; its tokenizer must be the policy's.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -340,6 +383,9 @@ class RunConfig:
     rollout: RolloutConfig = option(RolloutConfig, "")
     training: TrainingConfig = option(TrainingConfig, "")
     optimizer: OptimizerConfig = option(OptimizerConfig, "")
+    critic: CriticConfig = option(CriticConfig, "")
+    reference: ReferenceConfig = option(ReferenceConfig, "")
+    teacher: TeacherConfig = option(TeacherConfig, "")
     rewards: dict[str, RewardConfig] = option(dict, "Terms of the reward, by any name.")
     reward_runner: RewardRunnerConfig = option(RewardRunnerConfig, "")
     mesh: MeshConfig = option(MeshConfig, "")
@@ -516,13 +562,27 @@ def _algorithms() -> Mapping[str, Any]:
     return ALGORITHMS
 
 
+def _algorithm(name: Any, path: str = "algorithm") -> Any:
+    """The algorithm of a name, or of ``path.py:name``."""
+    from jaxrl_llm.algorithms import find_algorithm
+
+    algorithms = _algorithms()
+    if not isinstance(name, str) or (":" not in name and name not in algorithms):
+        raise UserError(
+            f"{path}.name = {name!r} is not an algorithm.{options.nearest(str(name), algorithms)} One of your own is "
+            "'path.py:its_name'."
+        )
+    return find_algorithm(name)
+
+
 def _refuse_foreign(name: str, keys: Iterable[str], path: str) -> None:
     """Refuses options of other algorithms by telling whose they are."""
     algorithms = _algorithms()
     for key in keys:
         owners = [other for other, entry in algorithms.items() if key in _field_names(entry.options)]
-        if owners and name not in owners:
-            own = ", ".join(sorted(_field_names(algorithms[name].options))) or "none"
+        known = _field_names(_algorithm(name).options)
+        if owners and key not in known:
+            own = ", ".join(sorted(known)) or "none"
             raise UserError(
                 f"{path}.{key} is an option of {', '.join(owners)}, not of {path}.name = {name!r}. Remove it, or "
                 f"change the name. Options of {name}: {own}."

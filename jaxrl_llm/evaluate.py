@@ -7,13 +7,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxrl_llm.config import RunConfig
-from jaxrl_llm.rollout import EVALUATION_STREAM, Rollout
-from jaxrl_llm.types import Example, Params
+from jaxrl_llm.algorithms.interface import Context
+from jaxrl_llm.config import EvalConfig
+from jaxrl_llm.types import Example, Rollouts
 
 
-def evaluate(rollout: Rollout, params: Params, examples: Sequence[Example], config: RunConfig) -> dict[str, float]:
-    """Answers each prompt and scores it. A sample is correct when its ``eval.accuracy_reward`` is at least 1.
+def answer(context: Context, examples: Sequence[Example], samples: int, temperature: float) -> Rollouts:
+    """The policy's answers with their rewards."""
+    return context.rollouts(examples, samples=samples, temperature=temperature)
+
+
+def figures(rollouts: Rollouts, settings: EvalConfig) -> dict[str, float]:
+    """What scored answers say. A sample is correct when its ``eval.accuracy_reward`` is at least 1.
 
     With ``eval.temperature`` 0 and one sample a prompt, `eval/accuracy` is the greedy accuracy. With more samples it is
     the mean over all of them, and `eval/pass_at_<k>` is added for k = 1, 2, 4 … up to the number of samples.
@@ -22,14 +27,6 @@ def evaluate(rollout: Rollout, params: Params, examples: Sequence[Example], conf
     left out, and `eval/unscored_fraction` is their share. pass@k is over the prompts with at least k samples that it
     applies to. A figure over nothing is left out.
     """
-    settings = config.eval
-    rollouts = rollout.rollouts(
-        params,
-        examples,
-        step=EVALUATION_STREAM,
-        samples=settings.samples_per_prompt,
-        temperature=settings.temperature,
-    )
     scores = rollouts.components[settings.accuracy_reward]
     scored = ~np.isnan(scores)
     correct = scores >= 1.0  # False for NaN
@@ -37,7 +34,7 @@ def evaluate(rollout: Rollout, params: Params, examples: Sequence[Example], conf
         "eval/unscored_fraction": float(1.0 - scored.mean()),
         "eval/response/length_mean": rollouts.metrics["response/length_mean"],
         "eval/response/truncated_fraction": rollouts.metrics["response/truncated_fraction"],
-        "eval/rows": float(len(examples)),
+        "eval/rows": float(len(rollouts.examples)),
     }
     if scored.any():
         metrics["eval/accuracy"] = float(correct[scored].mean())
@@ -45,8 +42,8 @@ def evaluate(rollout: Rollout, params: Params, examples: Sequence[Example], conf
     if rewarded.any():
         metrics["eval/reward/mean"] = float(rollouts.rewards[rewarded].mean())
     if settings.samples_per_prompt > 1:
-        counts = np.bincount(rollouts.group[scored], minlength=len(examples))
-        right = np.bincount(rollouts.group[correct], minlength=len(examples))
+        counts = np.bincount(rollouts.group[scored], minlength=len(rollouts.examples))
+        right = np.bincount(rollouts.group[correct], minlength=len(rollouts.examples))
         for exponent in range(int(math.log2(settings.samples_per_prompt)) + 1):
             k = 2**exponent
             chances = [pass_at_k(int(n), int(c), k) for n, c in zip(counts, right, strict=True) if n >= k]

@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_llm.algorithms.aggregation import token_weights
@@ -56,12 +57,15 @@ class Block:
     """Sequences that stand together in a row: their prompt once, then their completions.
 
     Attributes:
+      prompt: its tokens; 0 where each member brings its own.
       members: indices of the sequences; ``lengths`` are the tokens of their completions.
+      whole: they may not be told apart into several rows.
     """
 
     prompt: int
     members: tuple[int, ...]
     lengths: tuple[int, ...]
+    whole: bool = False
 
     @property
     def size(self) -> int:
@@ -69,6 +73,8 @@ class Block:
 
     def split(self, room: int) -> tuple[Block, Block]:
         """As many of the completions, in order, as fit into `room` behind the prompt, and the others."""
+        if self.whole:
+            return (self, Block(self.prompt, (), ())) if self.size <= room else (Block(self.prompt, (), ()), self)
         free = room - self.prompt
         taken: list[int] = []
         for index, length in enumerate(self.lengths):
@@ -90,15 +96,16 @@ def fill_rows(blocks: Sequence[Block], row_tokens: int) -> tuple[list[tuple[Bloc
     largest one, where its completions are at least as long as the prompt that has to stand there again. Deterministic.
 
     Raises:
-      ValueError: a prompt with one completion is longer than a row.
+      ValueError: a prompt with one completion, or a block that stays whole, is longer than a row.
     """
     pool: list[tuple[int, int, Block]] = []
     for block in blocks:
         while block.members:
             part, block = block.split(row_tokens)
             if not part.members:
-                longest = block.prompt + max(block.lengths)
-                raise ValueError(f"a sequence of {longest} tokens does not fit into rows of {row_tokens}")
+                longest = block.size if block.whole else block.prompt + max(block.lengths)
+                kind = f"{len(block.members)} sequences that are compared, together" if block.whole else "a sequence"
+                raise ValueError(f"{kind} of {longest} tokens, does not fit into rows of {row_tokens}")
             pool.append((part.size, len(pool), part))
     pool.sort(key=lambda entry: entry[:2])
     placed: list[tuple[Block, int, int]] = []
@@ -122,19 +129,25 @@ def fill_rows(blocks: Sequence[Block], row_tokens: int) -> tuple[list[tuple[Bloc
 
 def _blocks(sequences: Sequences, prompts: np.ndarray, share_prompts: bool) -> list[Block]:
     """The sequences of each prompt, the longest completion first; each for itself where prompts are not shared.
+    Sequences that are compared with each other are one block in any case.
 
     Args:
       prompts: ``[N]`` tokens before the first trained one; 0 leaves a sequence out.
     """
+    compared = sequences.partner is not None
     groups: dict[Any, list[int]] = {}
     for n in np.flatnonzero(prompts).tolist():
         shared = (int(sequences.group[n]), sequences.tokens[n][: prompts[n]].tobytes())
-        groups.setdefault(shared if share_prompts else n, []).append(n)
+        groups.setdefault(int(sequences.group[n]) if compared else shared if share_prompts else n, []).append(n)
     blocks = []
     for members in groups.values():
         members.sort(key=lambda n: -len(sequences.tokens[n]))
         prompt = int(prompts[members[0]])
-        blocks.append(Block(prompt, tuple(members), tuple(len(sequences.tokens[n]) - prompt for n in members)))
+        if compared:
+            heads = {sequences.tokens[n][: prompts[n]].tobytes() for n in members}
+            prompt = prompt if share_prompts and len(heads) == 1 else 0
+        lengths = tuple(len(sequences.tokens[n]) - prompt for n in members)
+        blocks.append(Block(prompt, tuple(members), lengths, whole=compared))
     return blocks
 
 
@@ -178,14 +191,9 @@ def pack(
     weights, denominator = token_weights(trained, aggregation, max_response_tokens)
 
     total_rows = max_micro_batches * shape.rows_per_micro
-    integers = ("tokens", "segment_ids", "positions", "prefix_ids", "predictors")
-    fields: dict[str, Any] = {
-        field.name: np.zeros(
-            (total_rows, shape.row_tokens),
-            bool if field.name == "loss_mask" else np.int32 if field.name in integers else np.float32,
-        )
-        for field in dataclasses.fields(Rows)
-    }
+    names = tuple(sequences.extras)
+    fields = dict(vars(Rows.zeros((total_rows, shape.row_tokens), names)))
+    extras = fields.pop("extras")
     segments = [0] * total_rows
     placement = Placement(
         np.full(len(trained), -1, np.int64), [slice(0, 0)] * len(trained), [slice(0, 0)] * len(trained), num_rows
@@ -194,16 +202,22 @@ def pack(
     for block, row, start in placed:
         prompt = block.prompt
         column = start + prompt
-        segments[row] += 1
-        shared = segments[row]
-        _write(fields, row, slice(start, column), shared, 0, sequences.tokens[block.members[0]][:prompt], 0)
+        shared = 0
+        if prompt:
+            segments[row] += 1
+            shared = segments[row]
+            _write(fields, row, slice(start, column), shared, 0, sequences.tokens[block.members[0]][:prompt], 0)
+        own: dict[int, int] = {}
         for n in block.members:
             tokens = sequences.tokens[n][prompt:]
             columns = slice(column, column + len(tokens))
-            if len(block.members) > 1:  # a lone completion simply goes on in its prompt's segment
+            apart = not prompt or len(block.members) > 1
+            if apart:  # a lone completion simply goes on in its prompt's segment
                 segments[row] += 1
-            _write(fields, row, columns, segments[row], shared if len(block.members) > 1 else 0, tokens, prompt)
-            fields["predictors"][row, column] = start + prompt - 1
+            own[n] = segments[row]
+            _write(fields, row, columns, segments[row], shared if apart else 0, tokens, prompt)
+            if prompt:
+                fields["predictors"][row, column] = start + prompt - 1
             mask = sequences.loss_mask[n][prompt:]
             fields["loss_mask"][row, columns] = mask
             fields["weights"][row, columns] = np.where(mask, weights[n], 0)
@@ -211,11 +225,19 @@ def pack(
                 values = getattr(sequences, name)
                 if values is not None:
                     fields[name][row, columns] = np.where(mask, values[n][prompt:], 0)
+            for name in names:
+                value = sequences.extras[name][n]
+                extras[name][row, columns] = np.where(mask, value[prompt:] if np.ndim(value) else value, 0)
             placement.row[n] = row
             placement.prompt[n], placement.completion[n] = slice(start, start + prompt), columns
             column = columns.stop
+        if sequences.partner is not None:
+            for n in block.members:
+                mask = sequences.loss_mask[n][prompt:]
+                partner = own.get(int(sequences.partner[n]), 0)
+                fields["partner_ids"][row, placement.completion[n]] = np.where(mask, partner, 0)
     stacked = (max_micro_batches, shape.rows_per_micro, shape.row_tokens)
-    rows = Rows(**{name: array.reshape(stacked) for name, array in fields.items()})
+    rows = jax.tree.map(lambda array: array.reshape(stacked), Rows(**fields, extras=extras))
     return MiniBatch(rows, num_micro, denominator), placement
 
 
@@ -247,6 +269,10 @@ def select(sequences: Sequences, members: np.ndarray) -> Sequences:
     def take(values: list[np.ndarray] | None) -> list[np.ndarray] | None:
         return None if values is None else [values[n] for n in members]
 
+    partner = None
+    if sequences.partner is not None:
+        place = {int(n): index for index, n in enumerate(members)}
+        partner = np.array([place[int(sequences.partner[n])] for n in members], np.int32)
     return Sequences(
         tokens=[sequences.tokens[n] for n in members],
         loss_mask=[sequences.loss_mask[n] for n in members],
@@ -255,6 +281,8 @@ def select(sequences: Sequences, members: np.ndarray) -> Sequences:
         old_logprobs=take(sequences.old_logprobs),
         ref_logprobs=take(sequences.ref_logprobs),
         sampler_logprobs=take(sequences.sampler_logprobs),
+        partner=partner,
+        extras={name: [values[n] for n in members] for name, values in sequences.extras.items()},
     )
 
 

@@ -74,6 +74,7 @@ class Rollout:
         step: int,
         samples: int | None = None,
         temperature: float | None = None,
+        draw: int = 0,
         timer: PhaseTimer | None = None,
         on_text: OnText | None = None,
     ) -> list[list[Completion]]:
@@ -83,6 +84,7 @@ class Rollout:
           params: kept; nothing of them is held when this returns.
           step: with the seed, the prompt, the sample and the position, it fixes the randomness.
           samples, temperature: in place of the configured ones (evaluation).
+          draw: another number draws other samples.
           on_text: see `Engine.generate`.
         """
         timer = timer or PhaseTimer()
@@ -102,7 +104,7 @@ class Rollout:
             Request(
                 example.prompt_ids,
                 sampling,
-                sample_seeds(self.config.seed, step, example.epoch * 2**32 + example.row, samples),
+                sample_seeds(self.config.seed, step, draw * 2**64 + example.epoch * 2**32 + example.row, samples),
             )
             for example in examples
         ]
@@ -119,11 +121,14 @@ class Rollout:
         step: int,
         samples: int | None = None,
         temperature: float | None = None,
+        draw: int = 0,
         timer: PhaseTimer | None = None,
     ) -> Rollouts:
         """Completions with their rewards; arguments as in `complete`."""
         timer = timer or PhaseTimer()
-        groups = self.complete(params, examples, step=step, samples=samples, temperature=temperature, timer=timer)
+        groups = self.complete(
+            params, examples, step=step, samples=samples, temperature=temperature, draw=draw, timer=timer
+        )
         group = np.repeat(np.arange(len(examples), dtype=np.int32), [len(one) for one in groups])
         completions = [completion for one in groups for completion in one]
         texts = [completion.text for completion in completions]

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import importlib.metadata
 import logging
-import math
 import pathlib
 import signal
 import threading
@@ -21,14 +20,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from clu import parameter_overview
 from jax.experimental import multihost_utils
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import evaluate, optimizer, packing, update
-from jaxrl_llm.algorithms import ALGORITHMS
-from jaxrl_llm.algorithms.interface import Sequences
+from jaxrl_llm import evaluate, packing, update
+from jaxrl_llm.algorithms import find_algorithm
+from jaxrl_llm.algorithms.interface import Sequences, by_role
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.data.dataset import PromptData
@@ -37,23 +35,21 @@ from jaxrl_llm.data.prompts import encode_all
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.engine import OnText
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
+from jaxrl_llm.models.classifier import export_classifier
 from jaxrl_llm.models.export import export_model
-from jaxrl_llm.models.loading import init_model, load_config, load_model
+from jaxrl_llm.models.loading import load_config
 from jaxrl_llm.models.registry import config_from_hf
 from jaxrl_llm.observability.run_log import RunLog
 from jaxrl_llm.observability.timing import PhaseTimer
 from jaxrl_llm.rewards.pool import RewardRunner
-from jaxrl_llm.rollout import Rollout
-from jaxrl_llm.sharding import TRAINING, batch_shards, make_mesh
-from jaxrl_llm.types import Completion, Example, Params, Rollouts
-from jaxrl_llm.update import Forward, RoleState
+from jaxrl_llm.roles import RoleBuilder, mean_or_max, pack_lengths
+from jaxrl_llm.rollout import EVALUATION_STREAM, Rollout
+from jaxrl_llm.sharding import batch_shards, make_mesh
+from jaxrl_llm.types import Completion, Example, Rollouts
+from jaxrl_llm.update import RoleState
 from jaxrl_llm.workdir import Workdir
 
 logger = logging.getLogger(__name__)
-
-VOCABULARY_MULTIPLE = 8
-"""The vocabulary's rows are padded to a multiple of it on any mesh, so that a checkpoint of one tensor size (1, 2, 4
-or 8) fits another. Padded rows have probability 0 and are not exported."""
 
 
 class Trainer:
@@ -82,7 +78,7 @@ class Trainer:
         self.mesh = make_mesh(config.mesh, devices)
         self.config = config = configs.with_mesh(config, self.mesh.size)
         self.read_only = read_only
-        self.algorithm = ALGORITHMS[config.algorithm.name]
+        self.algorithm = find_algorithm(config.algorithm.name)
         self.options = config.algorithm.options
 
         # Before the tokenizer, whose library reads config.json too and says less of what is wrong in it.
@@ -102,38 +98,17 @@ class Trainer:
         self._scorer = functools.partial(RewardRunner, config.rewards, config.reward_runner, extra=rewards)
         if self.algorithm.generates and not read_only:
             self._scorer().close()  # a reward that can't be found or started is an error now, not after a rollout
-        self.decoder, params = self._load_model()
-        logger.info("%s: %d parameters", model.path or "from scratch", parameter_overview.count_parameters(params))
-        logger.debug(parameter_overview.get_parameter_overview(params))
         self.dtype = _compute_dtype(config.dtype, self.mesh)
-
         updates = _updates_per_step(config) * self.total_steps
-        self.optimizer = optimizer.make_optimizer(config.optimizer, updates)
-        self.roles, shardings = self._make_roles(params, read_only)
+        builder = RoleBuilder(config, self.algorithm, self.mesh, self.dtype, updates, read_only=read_only)
+        self.models, self.roles = builder.build()
+        self.main = self.algorithm.main_role(self.options).name
+        self.decoder = self.models[self.main].decoder
         self.memory = self.algorithm.init(self.options)
         self.step_index = 0
-
         self.row_shape = packing.RowShape.of(
             config.training.row_tokens, config.training.micro_batch_tokens, batch_shards(self.mesh)
         )
-        forward = Forward(
-            self.decoder,
-            temperature=(config.rollout.temperature or 1.0) if self.algorithm.generates else 1.0,
-            dtype=self.dtype,
-            remat=config.model.remat,
-            unroll={"auto": None, "loop": False, "unrolled": True}[config.model.layers],
-            chunk_tokens=config.training.logprob_chunk_tokens * batch_shards(self.mesh),
-        )
-        self._update = update.make_update(
-            forward,
-            self.algorithm,
-            self.options,
-            self.optimizer,
-            config.optimizer.clip_norm,
-            shardings,
-            self.mesh,
-        )
-        self._logprobs = update.make_logprobs(forward, self.mesh)
         self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, self._scorer)
         self.checkpoints = None
         if workdir is not None and (not read_only or pathlib.Path(workdir, "checkpoints").is_dir()):
@@ -202,42 +177,52 @@ class Trainer:
         timer = PhaseTimer()
         context = StepContext(self, timer)
         rollouts = self.algorithm.collect(context, examples)
-        sequences = self.algorithm.prepare(context, rollouts)
-        learned = self._learn(sequences, timer)
+        prepared = by_role(self.algorithm.prepare(context, rollouts), self.algorithm.trained_roles(self.options))
+        learned = self._learn(prepared, timer)
         self.memory = self.algorithm.after_step(self.options, self.memory, learned)
         self.step_index += 1
-        metrics = {**rollouts.metrics, **sequences.metrics, **learned, **self.log.machine_metrics()}
+        told = {name: value for sequences in prepared.values() for name, value in sequences.metrics.items()}
+        metrics = {**rollouts.metrics, **told, **learned, **self.log.machine_metrics()}
         metrics |= timer.metrics()
         self._check(metrics, rollouts)
         return metrics, rollouts
 
-    def _learn(self, sequences: Sequences, timer: PhaseTimer) -> dict[str, float]:
-        """Every optimizer update of a step; metrics are means over the updates that had a trained token (one whose
-        samples were all left out has none to tell of), maxima stay maxima."""
-        found: list[dict[str, float]] = []
-        empty: list[dict[str, float]] = []
+    def _learn(self, prepared: dict[str, Sequences], timer: PhaseTimer) -> dict[str, float]:
+        """Every optimizer update of a step, role by role within a mini-batch; metrics are means over the updates that
+        had a trained token (one whose samples were all left out has none to tell of), maxima stay maxima."""
+        found: dict[str, list[dict[str, float]]] = {}
+        empty: dict[str, list[dict[str, float]]] = {}
         tokens = columns = 0
-        batches = packing.mini_batches(sequences, self.config.training.mini_batch_size)
+        shared = {id(sequences): sequences for sequences in prepared.values()}
+        roles = {key: [name for name, sequences in prepared.items() if id(sequences) == key] for key in shared}
+        size = self.config.training.mini_batch_size
+        batches = [
+            (key, members) for key, sequences in shared.items() for members in packing.mini_batches(sequences, size)
+        ]
         for _ in range(self.config.training.epochs):
-            for members in batches:
-                part = packing.select(sequences, members)
+            for key, members in batches:
+                part = packing.select(shared[key], members)
                 with timer("pack"):
                     batch, _ = self._pack(part)
                     rows = update.put_rows(batch, self.mesh)
+                for name in roles[key]:
                     tokens += int((batch.rows.segment_ids > 0).sum())
                     columns += batch.num_micro_batches * batch.rows.tokens[0].size
-                with timer("update"):
-                    self.roles["policy"], metrics = self._update(
-                        self.roles["policy"],
-                        rows,
-                        jnp.int32(batch.num_micro_batches),
-                        jnp.float32(batch.denominator),
-                        old_is_actor=sequences.old_logprobs is None,
-                    )
-                    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-                    (found if batch.num_micro_batches else empty).append(values)
-        found = found or empty
-        metrics = {name: (max if name.endswith("_max") else _mean)([one[name] for one in found]) for name in found[0]}
+                    with timer("update"):
+                        program = self.models[name].update
+                        assert program is not None, f"{name} is not trained"
+                        self.roles[name], metrics = program(
+                            self.roles[name],
+                            rows,
+                            jnp.int32(batch.num_micro_batches),
+                            jnp.float32(batch.denominator),
+                            old_is_actor=part.old_logprobs is None,
+                        )
+                        values = {metric: float(value) for metric, value in jax.device_get(metrics).items()}
+                    (found if batch.num_micro_batches else empty).setdefault(name, []).append(values)
+        metrics: dict[str, float] = {}
+        for name in prepared:
+            metrics |= mean_or_max(found.get(name) or empty.get(name, []))
         metrics["perf/row_fill"] = tokens / max(columns, 1)
         metrics["perf/train_tokens_per_s"] = tokens / max(timer.seconds["update"], 1e-9)
         return metrics
@@ -245,25 +230,29 @@ class Trainer:
     def _pack(self, sequences: Sequences) -> tuple[Any, packing.Placement]:
         """One shape for every batch of at most `mini_batch_size` prompts; twice, four times … as many micro-batches for
         one that needs more."""
-        config = self.config
-        usual = config.training.mini_batch_size * (config.rollout.samples_per_prompt if self.algorithm.generates else 1)
-        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        usual, longest = pack_lengths(self.config, self.algorithm)
+        wanted = set(self.algorithm.extras(self.options))
         return packing.pack(
-            sequences,
+            dataclasses.replace(
+                sequences, extras={name: values for name, values in sequences.extras.items() if name in wanted}
+            ),
             self.row_shape,
             aggregation=self.algorithm.loss_aggregation(self.options),
-            max_response_tokens=config.rollout.max_new_tokens,
+            max_response_tokens=self.config.rollout.max_new_tokens,
             max_micro_batches=packing.micro_batches_for(usual, longest, self.row_shape),
-            share_prompts=config.training.share_prompts,
+            share_prompts=self.config.training.share_prompts,
         )
 
-    def logprobs(self, role: str, sequences: Sequences) -> list[np.ndarray]:
-        """See `algorithms.interface.Context.logprobs`. Split like the updates, so that it runs in their shape."""
+    def per_token(self, role: str, sequences: Sequences, kind: str) -> list[np.ndarray]:
+        """``logprobs`` or ``values`` of each token's column, ``[t]`` by sequence; zeros for one that is not packed.
+        Split like the updates, so that it runs in their shape."""
         out: list[np.ndarray] = [np.zeros(0)] * len(sequences.tokens)
+        sequences = dataclasses.replace(sequences, extras={}, partner=None)
+        program = getattr(self.models[role], kind)
         for members in packing.mini_batches(sequences, self.config.training.mini_batch_size):
             batch, placement = self._pack(packing.select(sequences, members))
             rows = update.put_rows(batch, self.mesh)
-            values = np.asarray(self._logprobs(self.roles[role].params, rows, jnp.int32(batch.num_micro_batches)))
+            values = np.asarray(program(self.roles[role].whole, rows, jnp.int32(batch.num_micro_batches)))
             lengths = [len(sequences.tokens[n]) for n in members]
             for n, one in zip(members, packing.unpack(values, placement, lengths), strict=True):
                 out[n] = one
@@ -275,7 +264,14 @@ class Trainer:
         """Accuracy, mean reward and pass@k of the current policy on `data.eval`."""
         if not self.eval_examples:
             raise UserError("data.eval is empty: evaluation needs a held-out file of prompts with answers.")
-        return evaluate.evaluate(self.rollout, self.roles["policy"].params, self.eval_examples, self.config)
+        context = StepContext(self, PhaseTimer())
+        if self.algorithm.evaluate is not None:
+            return self.algorithm.evaluate(context, self.eval_examples)
+        settings = self.config.eval
+        context.stream = EVALUATION_STREAM
+        answer = self.algorithm.answer or evaluate.answer
+        rollouts = answer(context, self.eval_examples, settings.samples_per_prompt, settings.temperature)
+        return evaluate.figures(rollouts, settings)
 
     def _evaluate(self, metrics: dict[str, float]) -> None:
         """Adds the evaluation's metrics; if it fails, what was learned so far is saved before the error goes on."""
@@ -297,7 +293,7 @@ class Trainer:
           on_text: called with (prompt, sample, new text) as the text grows.
         """
         examples = self.examples(prompts)
-        return self.rollout.complete(self.roles["policy"].params, examples, step=self.step_index, on_text=on_text)
+        return self.rollout.complete(self.roles[self.main].whole, examples, step=self.step_index, on_text=on_text)
 
     def generate(self, prompts: Sequence[Any], on_text: OnText | None = None) -> list[list[str]]:
         """The texts of `complete`."""
@@ -343,7 +339,8 @@ class Trainer:
 
     def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:
         """Writes the policy as a Hugging Face folder; see `models.export.export_model`."""
-        export_model(folder, self.decoder, self.roles["policy"].params, self.tokenizer, overwrite=overwrite)
+        write = export_classifier if self.models[self.main].role.head == "values" else export_model
+        write(folder, self.decoder, self.roles[self.main].whole, self.tokenizer, overwrite=overwrite)
 
     # --- saving and resuming ----------------------------------------------------------------------------------
 
@@ -356,7 +353,13 @@ class Trainer:
             "memory": self.memory,
             "versions": {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "flax", "optax")},
         }
-        self.checkpoints.save(self.step_index, self.roles, host, metrics)
+        self.checkpoints.save(self.step_index, self._saved(), host, metrics)
+
+    def _saved(self) -> dict[str, RoleState]:
+        """What a checkpoint holds of the roles: not the base under adapters, nor a role read from its source again."""
+        return {
+            name: dataclasses.replace(state, base=None) for name, state in self.roles.items() if self.models[name].saved
+        }
 
     def restore(self, step: int | None = None) -> bool:
         """Continues from a checkpoint of the work folder, the newest by default; False if there is none.
@@ -367,13 +370,15 @@ class Trainer:
         if self.checkpoints is None or self.checkpoints.latest_step() is None:
             return False
         if self.read_only:
-            params = self.roles["policy"].params
-            self.step_index, params = self.checkpoints.restore_params("policy", params, step)
-            self.roles = {"policy": RoleState(params)}
+            main = self.roles[self.main]
+            self.step_index, params = self.checkpoints.restore_params(self.main, main.params, step)
+            self.roles = {self.main: RoleState(params, base=main.base)}
             logger.info("the checkpoint after step %d of %s", self.step_index, self.checkpoints.directory)
             return True
-        restored = self.checkpoints.restore(self.roles, step)
-        self.roles, self.memory, self.step_index = restored.state, restored.host["memory"], restored.step
+        restored = self.checkpoints.restore(self._saved(), step)
+        for name, state in restored.state.items():
+            self.roles[name] = dataclasses.replace(state, base=self.roles[name].base)
+        self.memory, self.step_index = restored.host["memory"], restored.step
         if self.data is not None and restored.host["data"] is not None:
             self.data.restore(restored.host["data"])
         logger.info("resumed from %s after step %d", self.checkpoints.directory, self.step_index)
@@ -391,27 +396,6 @@ class Trainer:
                 self.checkpoints.wait()
 
     # --- setting up -------------------------------------------------------------------------------------------
-
-    def _load_model(self) -> tuple[Any, Any]:
-        """The decoder and its float32 master parameters in the training layout."""
-        model, multiple = self.config.model, math.lcm(VOCABULARY_MULTIPLE, self.mesh.shape["tensor"])
-        if model.architecture:
-            key = jax.random.key(self.config.seed)
-            return init_model(model.architecture, key, mesh=self.mesh, layout=TRAINING, vocab_multiple=multiple)
-        return load_model(model.path, mesh=self.mesh, layout=TRAINING, dtype=jnp.float32, vocab_multiple=multiple)
-
-    def _make_roles(self, params: Params, read_only: bool) -> tuple[dict[str, RoleState], RoleState]:
-        """The roles that the run needs, and the shardings of the policy's."""
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
-        if read_only:  # nothing will be trained: no optimizer state, no reference
-            return {"policy": RoleState(params)}, RoleState(shardings)
-        policy, policy_shardings = update.init_role(params, self.optimizer, shardings, self.mesh)
-        roles = {"policy": policy}
-        if "reference" in self.algorithm.roles(self.options):
-            # A copy of its own: the policy's buffers are donated by the first update.
-            copy = jax.tree.map(lambda leaf: jnp.array(leaf, self.dtype, copy=True), params)
-            roles["reference"] = RoleState(copy)
-        return roles, policy_shardings
 
     def _open_data(self) -> PromptData:
         """The training rows; every process holds the global batch, and the engine gives each replica its part."""
@@ -464,7 +448,11 @@ class Trainer:
 
     def _problem(self, metrics: dict[str, float]) -> str:
         """What is wrong with a step, and what to look at; empty if nothing is."""
-        bad = [name for name in ("loss/total", "policy/grad_norm") if not np.isfinite(metrics.get(name, 0.0))]
+        bad = [
+            name
+            for name, value in metrics.items()
+            if (name.startswith("loss/") or name.endswith("/grad_norm")) and not np.isfinite(value)
+        ]
         if bad:
             return (
                 f"{bad[0]} is {metrics[bad[0]]}. Nothing of this step was saved; "
@@ -489,6 +477,7 @@ class StepContext:
 
     trainer: Trainer
     timer: PhaseTimer
+    stream: int | None = None  # stands in for the step in the seeds of samples
 
     @property
     def config(self) -> RunConfig:
@@ -506,13 +495,42 @@ class StepContext:
     def memory(self) -> dict[str, Any]:
         return self.trainer.memory
 
-    def rollouts(self, examples: Sequence[Example]) -> Rollouts:
-        policy = self.trainer.roles["policy"].params
-        return self.trainer.rollout.rollouts(policy, examples, step=self.step, timer=self.timer)
+    def rollouts(
+        self,
+        examples: Sequence[Example],
+        *,
+        role: str = "policy",
+        samples: int | None = None,
+        temperature: float | None = None,
+        draw: int = 0,
+    ) -> Rollouts:
+        return self.trainer.rollout.rollouts(
+            self.trainer.roles[role].whole,
+            examples,
+            step=self.step if self.stream is None else self.stream,
+            samples=samples,
+            temperature=temperature,
+            draw=draw,
+            timer=self.timer,
+        )
+
+    def more_examples(self) -> Sequence[Example]:
+        if self.trainer.data is None:
+            raise UserError(
+                f"{self.config.algorithm.name} asks for more prompts than this step was given, and data.train is "
+                "empty: give RLTrainer's step more prompts, or switch the drawing of more of them off."
+            )
+        return next(self.trainer.data)
 
     def logprobs(self, role: str, sequences: Sequences) -> list[np.ndarray]:
         with self.timer("logprobs"):
-            return self.trainer.logprobs(role, sequences)
+            return self.trainer.per_token(role, sequences, "logprobs")
+
+    def values(self, role: str, sequences: Sequences) -> list[np.ndarray]:
+        with self.timer("values"):
+            after = self.trainer.per_token(role, sequences, "values")
+        # The value before token t is the one after token t - 1.
+        return [np.concatenate([[0.0], one]).astype(np.float32) for one in after]
 
 
 def _compute_dtype(name: str, mesh: jax.sharding.Mesh) -> Any:
@@ -527,7 +545,3 @@ def _updates_per_step(config: RunConfig) -> int:
 
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _mean(values: list[float]) -> float:
-    return float(np.mean(values))

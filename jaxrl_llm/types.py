@@ -142,6 +142,9 @@ class Rows:
       loss_mask: True where the token is trained.
       weights: float32; a token's weight in its aggregation (1, or 1/length of its sequence …); 0 where masked.
       advantages, old_logprobs, ref_logprobs, sampler_logprobs: float32, 0 where masked.
+      partner_ids: int32; the segment of the same row that this token's sequence is compared with (the rejected
+        completion of a chosen one, and the other way round); 0 for none, and where masked.
+      extras: what else the algorithm's losses read, by name; float32, 0 where masked.
     """
 
     tokens: Int[RowArray, "*b R T"]
@@ -155,6 +158,22 @@ class Rows:
     old_logprobs: Float[RowArray, "*b R T"]
     ref_logprobs: Float[RowArray, "*b R T"]
     sampler_logprobs: Float[RowArray, "*b R T"]
+    partner_ids: Int[RowArray, "*b R T"]
+    extras: dict[str, Float[RowArray, "*b R T"]]
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], extras: Sequence[str] = (), module: Any = np) -> Rows:
+        """Rows that hold nothing; `module` is numpy or jax.numpy."""
+        integers = ("tokens", "segment_ids", "positions", "prefix_ids", "predictors", "partner_ids")
+        fields = {
+            field.name: module.zeros(
+                shape,
+                bool if field.name == "loss_mask" else np.int32 if field.name in integers else np.float32,
+            )
+            for field in dataclasses.fields(cls)
+            if field.name != "extras"
+        }
+        return cls(**fields, extras={name: module.zeros(shape, np.float32) for name in extras})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +194,30 @@ class MiniBatch:
 
 
 class TokenOutputs(NamedTuple):
-    """What a policy forward gives each loss: per-token values of the row's own tokens, float32 ``[R, T]``."""
+    """What a policy forward gives each loss: per-token values of the row's own tokens, float32 ``[R, T]``.
+
+    Attributes:
+      logprobs, entropy: nats; 0 where masked.
+      values: of a value head on the policy's trunk, as in `ValueOutputs`; None without one.
+      divergence: from the teacher's next-token distribution, nats, 0 where masked; None where the algorithm asks for
+        none.
+    """
 
     logprobs: Float[Array, "R T"]
     entropy: Float[Array, "R T"]
+    values: Float[Array, "R T"] | None = None
+    divergence: Float[Array, "R T"] | None = None
+
+
+class ValueOutputs(NamedTuple):
+    """What the forward of a model with a value head gives its loss.
+
+    Attributes:
+      values: float32; at a token the value of the state before it (prompt and the tokens written so far), which the
+        hidden state that predicts it gives. 0 where masked.
+      ends: float32; at a token the value of the state that it completes: at the last one of a sequence, its score.
+        0 where masked.
+    """
+
+    values: Float[Array, "R T"]
+    ends: Float[Array, "R T"]

@@ -19,18 +19,32 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm.algorithms.interface import Algorithm, Objective
+from jaxrl_llm.models.arrangement import merge_trees
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.value_head import token_values
 from jaxrl_llm.sharding import batch_sharding, replicated
-from jaxrl_llm.types import MiniBatch, Params, Rows
+from jaxrl_llm.types import MiniBatch, Params, Rows, ValueOutputs
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RoleState:
-    """One role's parameters (in the training layout) and optimizer state; None for a role that is not trained."""
+    """One role in the training layout.
+
+    Attributes:
+      params: what is trained, or all of a role that is not.
+      opt_state: None for a role that is not trained.
+      base: what a role with adapters shares with others and never changes; None otherwise.
+    """
 
     params: Params
     opt_state: Any = None
+    base: Any = None
+
+    @property
+    def whole(self) -> Params:
+        """All parameters, for a forward pass; no copy."""
+        return self.params if self.base is None else merge_trees(self.base, self.params)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +57,7 @@ class Forward:
         gathered weights and their gradients move in this dtype.
       remat, unroll: see `Decoder.hidden`.
       chunk_tokens: tokens whose logits exist at once, over all devices.
+      head: as in `algorithms.interface.Role`.
     """
 
     decoder: Decoder
@@ -51,13 +66,14 @@ class Forward:
     remat: str
     chunk_tokens: int
     unroll: bool | None = None
+    head: str = "tokens"
 
     def cast(self, params: Params) -> Params:
         return jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
 
-    def outputs(self, params: Params, rows: Rows) -> Any:
-        """`TokenOutputs` of one micro-batch, from parameters that `cast` returned."""
-        hidden = self.decoder.hidden(
+    def hidden(self, params: Params, rows: Rows) -> Float[Array, "R T D"]:
+        """Final hidden states of one micro-batch, from parameters that `cast` returned."""
+        return self.decoder.hidden(
             params,
             rows.tokens,
             rows.positions,
@@ -66,17 +82,36 @@ class Forward:
             remat=self.remat,
             unroll=self.unroll,
         )
-        # `token_logprobs` predicts column t from column t - 1: put the state that predicts t there.
-        before = jnp.roll(rows.predictors, -1, axis=1)
-        hidden = jnp.take_along_axis(hidden, before[:, :, None], axis=1)
-        return self.decoder.token_logprobs(
+
+    def outputs(self, params: Params, rows: Rows) -> Any:
+        """`TokenOutputs` or, of a value head alone, `ValueOutputs` of one micro-batch."""
+        hidden = self.hidden(params, rows)
+        if self.head == "values":
+            return ValueOutputs(
+                self.before(params, hidden, rows), jnp.where(rows.loss_mask, token_values(params, hidden), 0.0)
+            )
+        outputs = self.decoder.token_logprobs(
             params,
-            hidden,
+            predicting(hidden, rows),
             rows.tokens,
             rows.loss_mask,
             jnp.float32(self.temperature),
             chunk_tokens=self.chunk_tokens,
         )
+        if self.head == "both":
+            outputs = outputs._replace(values=self.before(params, hidden, rows))
+        return outputs
+
+    def before(self, params: Params, hidden: Float[Array, "R T D"], rows: Rows) -> Float[Array, "R T"]:
+        """The value of the state before each trained token."""
+        values = token_values(params, hidden)
+        return jnp.where(rows.loss_mask, jnp.take_along_axis(values, rows.predictors, axis=1), 0.0)
+
+
+def predicting(hidden: Float[Array, "R T D"], rows: Rows) -> Float[Array, "R T D"]:
+    """The states by the column that `token_logprobs` reads: it predicts column t from column t - 1."""
+    before = jnp.roll(rows.predictors, -1, axis=1)
+    return jnp.take_along_axis(hidden, before[:, :, None], axis=1)
 
 
 def put_rows(batch: MiniBatch, mesh: Mesh) -> Rows:
@@ -97,21 +132,29 @@ def make_update(
     clip_norm: float,
     role_shardings: RoleState,
     mesh: Mesh,
+    *,
+    name: str = "policy",
 ) -> Callable[..., tuple[RoleState, dict[str, Float[Array, ""]]]]:
-    """Builds ``update(role, rows, num_micro_batches, denominator, old_is_actor) -> (role, metrics)``.
+    """Builds ``update(role, rows, num_micro_batches, denominator, old_is_actor) -> (role, metrics)`` of one role.
 
-    `role` is donated and comes back in the same shardings. The gradient is that of ``total / denominator`` over all
-    micro-batches, accumulated in float32, then clipped and applied once. With `old_is_actor` the old
-    log-probs are the current ones.
+    `role` is donated, without its base, and comes back in the same shardings. The gradient is that of
+    ``total / denominator`` over all micro-batches, accumulated in float32, then clipped and applied once. With
+    `old_is_actor` the old log-probs are the current ones.
+
+    Args:
+      name: of the role: its loss is taken, and its metrics are named by it.
     """
+    losses = algorithm.loss_of(name)
 
-    def objective(params: Params, rows: Rows, old_is_actor: bool) -> tuple[Float[Array, ""], Objective]:
-        outputs = forward.outputs(params, rows)
+    def objective(
+        params: Params, base: Params | None, rows: Rows, old_is_actor: bool
+    ) -> tuple[Float[Array, ""], Objective]:
+        outputs = forward.outputs(params if base is None else merge_trees(base, params), rows)
         if old_is_actor:
             rows = dataclasses.replace(
                 rows, old_logprobs=jax.lax.stop_gradient(jnp.where(rows.loss_mask, outputs.logprobs, 0.0))
             )
-        result = algorithm.losses(options, outputs, rows)
+        result = losses(options, outputs, rows)
         return result.total, result
 
     @functools.partial(
@@ -122,13 +165,16 @@ def make_update(
     )
     def update(
         role: RoleState,
+        base: Params | None,
         rows: Rows,
         num_micro_batches: Int[Array, ""],
         denominator: Float[Array, ""],
         old_is_actor: bool,
     ) -> tuple[RoleState, dict[str, Float[Array, ""]]]:
         params = forward.cast(role.params)
-        gradient = jax.value_and_grad(functools.partial(objective, old_is_actor=old_is_actor), has_aux=True)
+        frozen = None if base is None else forward.cast(base)
+        one = functools.partial(objective, base=frozen, old_is_actor=old_is_actor)
+        gradient = jax.value_and_grad(lambda params, rows: one(params, rows=rows), has_aux=True)
 
         def body(index: Int[Array, ""], carry: tuple[Any, Objective]) -> tuple[Any, Objective]:
             total, sums = carry
@@ -146,11 +192,19 @@ def make_update(
         metrics = {name: value / denominator for name, value in sums.weighted.items()}
         metrics |= {name: value / jnp.maximum(count, 1.0) for name, (value, count) in sums.counted.items()}
         metrics |= sums.maxima
-        metrics["policy/grad_norm"] = norm
-        metrics["policy/update_skipped"] = 1.0 - finite.astype(jnp.float32)
+        metrics[f"{name}/grad_norm"] = norm
+        metrics[f"{name}/update_skipped"] = 1.0 - finite.astype(jnp.float32)
         return RoleState(new_params, opt_state), metrics
 
-    return _on_mesh(update, mesh)
+    @functools.wraps(update)
+    def apply(
+        role: RoleState, rows: Rows, *counts: Any, old_is_actor: bool
+    ) -> tuple[RoleState, dict[str, Float[Array, ""]]]:
+        with jax.set_mesh(mesh):
+            new, metrics = update(RoleState(role.params, role.opt_state), role.base, rows, *counts, old_is_actor)
+        return dataclasses.replace(new, base=role.base), metrics
+
+    return apply
 
 
 def _on_mesh(program: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
@@ -178,17 +232,34 @@ def _accumulate(sums: Objective, new: Objective) -> Objective:
 def make_logprobs(forward: Forward, mesh: Mesh) -> Callable[..., Float[Array, "M R T"]]:
     """Builds ``logprobs(params, rows, num_micro_batches) -> [M, R, T]``: log-probs of the rows' trained tokens."""
 
+    def one(params: Params, rows: Rows) -> Float[Array, "R T"]:
+        return forward.outputs(params, rows).logprobs
+
+    return _on_mesh(_over_micro_batches(forward, one, mesh), mesh)
+
+
+def make_values(forward: Forward, mesh: Mesh) -> Callable[..., Float[Array, "M R T"]]:
+    """Builds ``values(params, rows, num_micro_batches) -> [M, R, T]``: the value of the state after every token."""
+
+    def one(params: Params, rows: Rows) -> Float[Array, "R T"]:
+        return token_values(params, forward.hidden(params, rows))
+
+    return _on_mesh(_over_micro_batches(forward, one, mesh), mesh)
+
+
+def _over_micro_batches(
+    forward: Forward, one: Callable[[Params, Rows], Float[Array, "R T"]], mesh: Mesh
+) -> Callable[..., Float[Array, "M R T"]]:
     @functools.partial(jax.jit, out_shardings=replicated(mesh))
-    def logprobs(params: Params, rows: Rows, num_micro_batches: Int[Array, ""]) -> Float[Array, "M R T"]:
+    def program(params: Params, rows: Rows, num_micro_batches: Int[Array, ""]) -> Float[Array, "M R T"]:
         params = forward.cast(params)
 
         def body(index: Int[Array, ""], out: Float[Array, "M R T"]) -> Float[Array, "M R T"]:
-            outputs = forward.outputs(params, _micro_batch(rows, index))
-            return jax.lax.dynamic_update_index_in_dim(out, outputs.logprobs, index, 0)
+            return jax.lax.dynamic_update_index_in_dim(out, one(params, _micro_batch(rows, index)), index, 0)
 
         return jax.lax.fori_loop(0, num_micro_batches, body, jnp.zeros(rows.tokens.shape, jnp.float32))
 
-    return _on_mesh(logprobs, mesh)
+    return program
 
 
 def init_role(

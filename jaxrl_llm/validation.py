@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxrl_llm.config import MeshConfig, RunConfig, _algorithms
+from jaxrl_llm.config import MeshConfig, RunConfig, _algorithm
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import nearest
 
@@ -50,7 +50,7 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
         )
     yield from _reward_conflicts(config, training)
     if training:
-        validate = _algorithms()[config.algorithm.name].validate
+        validate = _algorithm(config.algorithm.name).validate
         yield from validate(config.algorithm.options, config)
 
 
@@ -181,7 +181,7 @@ def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
     from jaxrl_llm.rewards.calling import bind, find_function  # not at the top: rewards read their options' types
 
     rewards, name = config.rewards, config.algorithm.name
-    if not rewards and training and _algorithms()[name].generates:
+    if not rewards and training and _algorithm(name).generates:
         yield ("error", f"rewards is empty, and {name} learns from rewards alone: {_REWARD_EXAMPLE}")
     elif not rewards and config.data.eval:
         yield ("error", f"rewards is empty, and data.eval = {config.data.eval!r} is scored by them: {_REWARD_EXAMPLE}")

@@ -7,33 +7,28 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.evaluate import evaluate, pass_at_k
-from jaxrl_llm.rollout import Rollout
+from jaxrl_llm.evaluate import figures, pass_at_k
 from jaxrl_llm.types import Example, Rollouts
 
 NAN = float("nan")
 EXAMPLES = [Example(f"{row}@0", "a", np.array([5], np.int32), row=row) for row in range(3)]
 
 
-class Scored(Rollout):
-    """Stands in for generating and scoring: three prompts, with these components."""
-
-    def __init__(self, **components: list[float]):
-        self.components = {name: np.array(values, np.float32) for name, values in components.items()}
-
-    def rollouts(self, params, examples, *, step, samples=None, temperature=None, timer=None) -> Rollouts:
-        count = len(examples) * samples
-        return Rollouts(
-            examples=examples,
-            group=np.repeat(np.arange(len(examples), dtype=np.int32), samples),
-            responses=[np.array([6], np.int32)] * count,
-            sampler_logprobs=None,
-            texts=["b"] * count,
-            finish_reasons=["stop"] * count,
-            rewards=next(iter(self.components.values())),
-            components=self.components,
-            metrics={"response/length_mean": 1.0, "response/truncated_fraction": 0.0},
-        )
+def scored(samples: int, **components: list[float]) -> Rollouts:
+    """Three prompts, with these components of the reward."""
+    values = {name: np.array(column, np.float32) for name, column in components.items()}
+    count = len(EXAMPLES) * samples
+    return Rollouts(
+        examples=EXAMPLES,
+        group=np.repeat(np.arange(len(EXAMPLES), dtype=np.int32), samples),
+        responses=[np.array([6], np.int32)] * count,
+        sampler_logprobs=None,
+        texts=["b"] * count,
+        finish_reasons=["stop"] * count,
+        rewards=next(iter(values.values())),
+        components=values,
+        metrics={"response/length_mean": 1.0, "response/truncated_fraction": 0.0},
+    )
 
 
 def metrics_of(accuracy_reward: str = "", samples: int = 1, **components: list[float]) -> dict[str, float]:
@@ -44,7 +39,7 @@ def metrics_of(accuracy_reward: str = "", samples: int = 1, **components: list[f
     config.eval.accuracy_reward = accuracy_reward
     resolved = configs.resolve(config)
     settings = dataclasses.replace(resolved.eval, samples_per_prompt=samples)
-    return evaluate(Scored(**components), {}, EXAMPLES, dataclasses.replace(resolved, eval=settings))
+    return figures(scored(samples, **components), settings)
 
 
 def test_accuracy_counts_the_reward_that_is_named():

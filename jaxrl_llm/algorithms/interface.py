@@ -7,20 +7,59 @@ The trainer calls them in this order, and nothing else in the project knows an a
     objective = algorithm.losses(options, outputs, rows)   # inside the jitted update, once per micro-batch
     memory    = algorithm.after_step(options, memory, metrics)
 
-A new algorithm is one file that makes an `Algorithm`, and one line in `ALGORITHMS` (`algorithms/__init__.py`).
+A new algorithm is one file that makes an `Algorithm`: beside this one with a line in `ALGORITHMS`
+(`algorithms/__init__.py`), or anywhere, named by ``algorithm.name = path.py:its_name``. A complete one, REINFORCE with
+the batch's mean as its baseline::
+
+    from jaxrl_llm.algorithms import on_policy
+    from jaxrl_llm.algorithms.interface import Algorithm
+
+    def advantages(context, rollouts, rewards, sequences):
+        mean = np.nanmean(rewards)
+        return [np.nan_to_num(reward - mean) for reward in rewards]        # one number for all tokens of a sample
+
+    reinforce = on_policy.algorithm("reinforce", on_policy.Options, advantages, min_samples=1)
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.config import RunConfig
-from jaxrl_llm.types import Example, Rollouts, Rows, TokenOutputs
+from jaxrl_llm.types import Example, Rollouts, Rows, TokenOutputs, ValueOutputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """A model that an algorithm needs.
+
+    Attributes:
+      name: ``policy`` is the one that generates, is evaluated and exported; any other name is the algorithm's own.
+      head: ``tokens``: next-token distributions. ``values``: a number per token. ``both``: of one trunk.
+      trained: whether it has an optimizer and is updated.
+      settings: the section of the configuration that says where its parameters come from and how it is optimised:
+        ``policy`` (`model` and `optimizer`), ``critic``, ``reference``, ``teacher``.
+    """
+
+    name: str
+    head: Literal["tokens", "values", "both"] = "tokens"
+    trained: bool = False
+    settings: str = ""
+
+    @property
+    def section(self) -> str:
+        return self.settings or self.name
+
+
+POLICY = Role("policy", trained=True)
+REFERENCE = Role("reference")
+CRITIC = Role("critic", head="values", trained=True)
+TEACHER = Role("teacher")
 
 
 @dataclasses.dataclass
@@ -37,6 +76,10 @@ class Sequences:
       old_logprobs: float32; None means "the current ones": the update takes the log-probs that it computes
         anyway, without their gradient, so that the ratio is exactly 1.
       group: ``[N]`` int32, the prompt each sequence belongs to: mini-batches hold whole groups.
+      partner: ``[N]`` indices of the sequence of the same group that each is compared with in the loss. Groups then
+        stay together in one row. None where sequences are independent.
+      extras: what else the losses read, by name; float32 lists like those above, or one number for all tokens of a
+        sequence.
       metrics: gathered on the way, by metric name.
     """
 
@@ -47,6 +90,8 @@ class Sequences:
     old_logprobs: list[np.ndarray] | None = None
     ref_logprobs: list[np.ndarray] | None = None
     sampler_logprobs: list[np.ndarray] | None = None
+    partner: np.ndarray | None = None
+    extras: dict[str, Any] = dataclasses.field(default_factory=dict)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
@@ -64,6 +109,21 @@ class Objective(NamedTuple):
     weighted: dict[str, Float[Array, ""]]
     counted: dict[str, tuple[Float[Array, ""], Float[Array, ""]]]
     maxima: dict[str, Float[Array, ""]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """The divergence of the policy's next-token distribution from a frozen role's, computed in the update.
+
+    Attributes:
+      role: the teacher's name.
+      direction: ``reverse`` KL(policy || teacher) or ``forward`` KL(teacher || policy).
+      top_k: compare the teacher's so many likeliest tokens, and the rest as one; 0 = the whole vocabulary.
+    """
+
+    role: str = "teacher"
+    direction: str = "reverse"
+    top_k: int = 0
 
 
 @runtime_checkable
@@ -86,13 +146,46 @@ class Context(Protocol):
         """The algorithm's own, see `Algorithm.init`."""
         ...
 
-    def rollouts(self, examples: Sequence[Example]) -> Rollouts:
-        """Generates `rollout.samples_per_prompt` completions for each prompt and scores them."""
+    def rollouts(
+        self,
+        examples: Sequence[Example],
+        *,
+        role: str = "policy",
+        samples: int | None = None,
+        temperature: float | None = None,
+        draw: int = 0,
+    ) -> Rollouts:
+        """Generates completions for each prompt with a role's current parameters, and scores them.
+
+        Args:
+          samples, temperature: in place of `rollout.samples_per_prompt` and `rollout.temperature`.
+          draw: another number draws other samples of the same prompts in the same step.
+        """
+        ...
+
+    def more_examples(self) -> Sequence[Example]:
+        """The next batch of the training rows, for an algorithm that needs more than one (dynamic sampling).
+
+        Raises:
+          UserError: the prompts of this step did not come from training rows.
+        """
         ...
 
     def logprobs(self, role: str, sequences: Sequences) -> list[np.ndarray]:
         """Per-token log-probs ``[t]`` of each sequence under a role's current parameters (0 where masked)."""
         ...
+
+    def values(self, role: str, sequences: Sequences) -> list[np.ndarray]:
+        """Values ``[t + 1]`` of each sequence's states under a role's value head: entry ``t`` is of the state before
+        token ``t``, the last of the state after all. Only those before and right after a trained token are real; the
+        others, and all of a sequence without a trained token, are 0."""
+        ...
+
+
+Loss = Callable[[Any, Any, Rows], Objective]
+"""``losses(options, outputs, rows)``; outputs are `TokenOutputs`, or `ValueOutputs` of a role with values alone."""
+
+_NOTHING: Callable[..., Any] = lambda *_: []  # noqa: E731
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,22 +195,59 @@ class Algorithm:
     Attributes:
       name: as in `algorithm.name`.
       options: frozen dataclass type of its options, made with `config.option`.
-      roles: the model roles it needs beside ``policy``, given the options (``reference``).
+      roles: the models it needs, given the options; the policy is among them unless it trains another model.
       init: its own memory between steps, given the options: a flat dict of floats, saved with the run.
       collect, prepare, losses, after_step: see the module's text. `losses` is traced by jax; the others are
-        ordinary Python on the host.
+        ordinary Python on the host. With several trained roles `prepare` may return a dict of `Sequences` by role (a
+        role that is not in it rests this step), and `losses` is a dict of functions by role.
       validate: conflicts among its options and the rest, as (``error`` | ``warning``, paragraph) pairs.
+      loss_aggregation: see `algorithms.aggregation`, given the options.
       generates: False if it learns from the data alone; such a run makes no decoder unless it evaluates.
+      data: what its training rows must hold: ``prompt``, ``completion``, ``preference`` or ``label``.
+      extras: names of `Sequences.extras` that its losses read, given the options.
+      divergence: what `TokenOutputs.divergence` is to hold, given the options; None for nothing.
+      evaluate: metrics on the evaluation rows in place of generated answers.
+      answer: rollouts for evaluation where several roles write an answer together, given context, examples, samples
+        and temperature; None lets the policy answer.
     """
 
     name: str
     options: type
-    roles: Callable[[Any], tuple[str, ...]]
-    init: Callable[[Any], dict[str, float]]
     collect: Callable[[Context, Sequence[Example]], Rollouts]
-    prepare: Callable[[Context, Rollouts], Sequences]
-    losses: Callable[[Any, TokenOutputs, Rows], Objective]
-    after_step: Callable[[Any, dict[str, float], dict[str, float]], dict[str, float]]
-    validate: Callable[[Any, RunConfig], list[tuple[str, str]]]
-    loss_aggregation: Callable[[Any], str]
+    prepare: Callable[[Context, Rollouts], Sequences | Mapping[str, Sequences]]
+    losses: Loss | Mapping[str, Loss]
+    roles: Callable[[Any], tuple[Role, ...]] = lambda options: (POLICY,)
+    init: Callable[[Any], dict[str, float]] = lambda options: {}
+    after_step: Callable[[Any, dict[str, float], dict[str, float]], dict[str, float]] = (
+        lambda options, memory, metrics: memory
+    )
+    validate: Callable[[Any, RunConfig], list[tuple[str, str]]] = _NOTHING
+    loss_aggregation: Callable[[Any], str] = lambda options: "token-mean"
     generates: bool = True
+    data: str = "prompt"
+    extras: Callable[[Any], tuple[str, ...]] = lambda options: ()
+    divergence: Callable[[Any], Divergence | None] = lambda options: None
+    evaluate: Callable[[Context, Sequence[Example]], dict[str, float]] | None = None
+    answer: Callable[[Context, Sequence[Example], int, float], Rollouts] | None = None
+
+    def loss_of(self, role: str) -> Loss:
+        """The loss of a trained role."""
+        return self.losses[role] if isinstance(self.losses, Mapping) else self.losses
+
+    def trained_roles(self, options: Any) -> tuple[Role, ...]:
+        return tuple(role for role in self.roles(options) if role.trained)
+
+    def main_role(self, options: Any) -> Role:
+        """The model that the run is for: it is evaluated and exported. The policy, or the first trained one."""
+        trained = self.trained_roles(options)
+        return next((role for role in trained if role.name == "policy"), trained[0])
+
+
+def by_role(prepared: Sequences | Mapping[str, Sequences], trained: Sequence[Role]) -> dict[str, Sequences]:
+    """What `prepare` returned as the sequences of each trained role."""
+    if isinstance(prepared, Sequences):
+        return {role.name: prepared for role in trained}
+    return dict(prepared)
+
+
+Outputs = TokenOutputs | ValueOutputs

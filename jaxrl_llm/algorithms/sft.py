@@ -73,13 +73,10 @@ def losses(options: SFTOptions, outputs: TokenOutputs, rows: Rows) -> Objective:
 SFT = Algorithm(
     name="sft",
     options=SFTOptions,
-    roles=lambda options: (),
-    init=lambda options: {},
     collect=collect,
     prepare=prepare,
     losses=losses,
-    after_step=lambda options, memory, metrics: memory,
-    validate=lambda options, config: [],
     loss_aggregation=lambda options: options.loss_aggregation,
     generates=False,
+    data="completion",
 )

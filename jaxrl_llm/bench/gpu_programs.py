@@ -130,16 +130,13 @@ def training_program(config: ModelConfig, mesh: Mesh, *, row_tokens: int = 4096,
     forward = update.Forward(decoder, 1.0, jnp.bfloat16, "full", 1024 * batch_shards(mesh))
     step = update.make_update(forward, ALGORITHMS["grpo"], GRPOOptions(), optimizer, 1.0, role_shardings, mesh)
     shape = packing.RowShape.of(row_tokens, row_tokens, batch_shards(mesh))
-    dtypes: dict[str, Any] = {"loss_mask": jnp.bool_}
-    dtypes |= dict.fromkeys(("tokens", "segment_ids", "positions", "prefix_ids", "predictors"), jnp.int32)
     sizes = micro_batches, shape.rows_per_micro, row_tokens
-    rows = jax.eval_shape(
-        lambda: Rows(**{field.name: jnp.zeros(sizes, dtypes.get(field.name)) for field in dataclasses.fields(Rows)})
-    )
+    rows = jax.eval_shape(lambda: Rows.zeros(sizes, module=jnp))
     split = batch_sharding(mesh, ndim=3, row_dimension=1)
     whole = replicated(mesh)
     arguments = (
         _abstract(role, role_shardings),
+        None,
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split), rows),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
         jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),

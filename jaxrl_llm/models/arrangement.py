@@ -63,6 +63,14 @@ def axes_of(tree: Any, table: dict[str, Axes]) -> Any:
     return jax.tree.map_with_path(lookup, tree)
 
 
+def merge_trees(base: Params, adapters: Params) -> Params:
+    """The deep union of two dicts; leaves are shared."""
+    merged = dict(base)
+    for name, value in adapters.items():
+        merged[name] = merge_trees(base[name], value) if name in base else value
+    return merged
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def unstack(stacked: Params, num_layers: int) -> list[Params]:
     """The layers of a stacked run. The gradient stacks theirs once; that of plain slices would add up as many arrays

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.algorithms.advantages import group_advantages, kl_shaped_rewards
-from jaxrl_llm.algorithms.grpo import overlong_penalty
+from jaxrl_llm.algorithms.on_policy import overlong_penalty
 from tests.cases import case
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import ALGORITHMS
-from jaxrl_llm.algorithms.grpo import GRPOOptions, losses, prepare
+from jaxrl_llm.algorithms.grpo import GRPO, GRPOOptions
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.packing import RowShape, pack
 from jaxrl_llm.types import Example, Rollouts, TokenOutputs
@@ -27,8 +27,10 @@ class FakeContext:
     memory: dict = dataclasses.field(default_factory=dict)
     asked: list = dataclasses.field(default_factory=list)
 
-    def rollouts(self, examples):
+    def rollouts(self, examples, **_):
         raise AssertionError("prepare does not generate")
+
+    more_examples = values = rollouts
 
     def logprobs(self, role, sequences):
         self.asked.append(role)
@@ -62,7 +64,7 @@ def make_rollouts(rewards=(1.0, 0.0, 1.0, 1.0), reasons=("stop", "stop", "length
 def prepared(rollouts=None, **algorithm):
     config = make_config(**algorithm)
     context = FakeContext(config.algorithm.options, config)
-    return prepare(context, rollouts or make_rollouts()), context
+    return GRPO.prepare(context, rollouts or make_rollouts()), context
 
 
 def test_the_response_is_trained_eos_included_and_the_prompt_is_not():
@@ -120,7 +122,7 @@ def test_kl_in_the_reward_moves_the_advantage_and_not_the_loss():
     batch, _ = pack(sequences, RowShape(8, 4), aggregation="token-mean", max_response_tokens=4, max_micro_batches=1)
     rows = jax.tree.map(lambda field: jnp.asarray(field[0]), batch.rows)
     outputs = TokenOutputs(jnp.where(rows.loss_mask, LOGPROBS["policy"], 0.0), jnp.zeros(rows.tokens.shape))
-    objective = losses(context.options, outputs, rows)
+    objective = GRPO.losses(context.options, outputs, rows)
     assert objective.total == objective.weighted["loss/policy"] and "kl/mean" not in objective.counted
 
 

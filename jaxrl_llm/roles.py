@@ -1,0 +1,257 @@
+"""The models of a run, one for each role of its algorithm: where they come from, and the programs that use them.
+
+Only what the algorithm asks for is built. A frozen role costs its parameters in the compute dtype; the reference of a
+policy with adapters is the base under them and costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import math
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from clu import parameter_overview
+from jax.sharding import Mesh
+
+from jaxrl_llm import optimizer as optimizers
+from jaxrl_llm import update
+from jaxrl_llm.algorithms.interface import Algorithm, Role
+from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.config import RunConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import lora as adapters
+from jaxrl_llm.models.classifier import load_classifier
+from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.loading import init_model, load_model
+from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.models.value_head import add_value_head
+from jaxrl_llm.sharding import TRAINING, batch_shards
+from jaxrl_llm.types import Params
+from jaxrl_llm.update import Forward, RoleState
+
+logger = logging.getLogger(__name__)
+
+VOCABULARY_MULTIPLE = 8
+"""The vocabulary's rows are padded to a multiple of it on any mesh, so that a checkpoint of one tensor size (1, 2, 4
+or 8) fits another. Padded rows have probability 0 and are not exported."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What a role's parameters are used with.
+
+    Attributes:
+      forward: of packed rows.
+      update: the jitted optimizer update; None for a role that is not trained.
+      saved: whether checkpoints hold the role. One that is read from its source again, or is another's base, is not.
+    """
+
+    role: Role
+    forward: Forward
+    update: Callable[..., Any] | None
+    saved: bool
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.forward.decoder
+
+    @functools.cached_property
+    def logprobs(self) -> Callable[..., Any]:
+        return update.make_logprobs(self.forward, self._mesh)
+
+    @functools.cached_property
+    def values(self) -> Callable[..., Any]:
+        return update.make_values(self.forward, self._mesh)
+
+    _mesh: Mesh = dataclasses.field(kw_only=True, repr=False)
+
+
+class RoleBuilder:
+    """Makes the models and states of the roles, in order: later ones may start from the policy's first parameters.
+
+    Args:
+      dtype: of compute.
+      total_updates: of the policy's optimizer over the run, for its schedule.
+      read_only: only the main role is made, without an optimizer.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        algorithm: Algorithm,
+        mesh: Mesh,
+        dtype: Any,
+        total_updates: int,
+        *,
+        read_only: bool = False,
+    ):
+        self.config, self.algorithm, self.mesh, self.dtype = config, algorithm, mesh, dtype
+        self.options = config.algorithm.options
+        self.total_updates, self.read_only = total_updates, read_only
+        self.multiple = math.lcm(VOCABULARY_MULTIPLE, mesh.shape["tensor"])
+        model = config.model
+        self.lora = Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets)) if model.lora_rank else None
+
+    def build(self) -> tuple[dict[str, Model], dict[str, RoleState]]:
+        """Every role's model and state.
+
+        Raises:
+          UserError: a path is not a model, or models don't fit together.
+        """
+        self.decoder, self.start = self._load_start()
+        logger.info(
+            "%s: %d parameters",
+            self.config.model.path or "from scratch",
+            parameter_overview.count_parameters(self.start),
+        )
+        logger.debug(parameter_overview.get_parameter_overview(self.start))
+        roles = self.algorithm.roles(self.options)
+        main = self.algorithm.main_role(self.options)
+        if self.read_only:
+            roles = (main,)
+        models: dict[str, Model] = {}
+        states: dict[str, RoleState] = {}
+        # The main role takes the first parameters over, so the others copy them before.
+        for role in sorted(roles, key=lambda role: role == main):
+            models[role.name], states[role.name] = self._make(role, last=role == main)
+        del self.start
+        return models, states
+
+    # --- one role ---------------------------------------------------------------------------------------------
+
+    def _make(self, role: Role, last: bool) -> tuple[Model, RoleState]:
+        decoder, params, own = self._parameters(role, last)
+        if role.head != "tokens" and "value_head" not in params:
+            headed = add_value_head(decoder, params)
+            params = headed if role.head == "values" else {**params, **headed}
+        trained = role.trained and not self.read_only
+        base = None
+        if role.trained and self.lora is not None:
+            decoder = decoder.with_lora(self.lora)
+            base, params = self._split(decoder, params, role)
+        forward = self._forward(decoder, role)
+        if not trained:
+            return Model(role, forward, None, saved=own or role.trained, _mesh=self.mesh), RoleState(params, base=base)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
+        settings = self.config.critic.optimizer if role.section == "critic" else self.config.optimizer
+        transformation = optimizers.make_optimizer(settings, self.total_updates)
+        state, state_shardings = update.init_role(params, transformation, shardings, self.mesh)
+        program = update.make_update(
+            forward,
+            self.algorithm,
+            self.options,
+            transformation,
+            settings.clip_norm,
+            state_shardings,
+            self.mesh,
+            name=role.name,
+        )
+        return Model(role, forward, program, saved=True, _mesh=self.mesh), dataclasses.replace(state, base=base)
+
+    def _parameters(self, role: Role, last: bool) -> tuple[Decoder, Params, bool]:
+        """A role's decoder and first parameters, in float32 where they are trained, and whether they are its own."""
+        path = self._path(role)
+        if path:
+            decoder, params = self._load(path, self.dtype if not role.trained else jnp.float32, role)
+            return decoder, params, False
+        if last or (self.lora is not None):
+            # Adapters leave their base alone, so that all roles can have the same one.
+            return self.decoder, self.start, last
+        dtype = jnp.float32 if role.trained else self.dtype
+        # A copy of its own: the policy's buffers are donated by the first update.
+        return self.decoder, jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), self.start), True
+
+    def _split(self, decoder: Decoder, params: Params, role: Role) -> tuple[Params, Params]:
+        """The base, which stays as it is, and what is trained: adapters, and a value head."""
+        assert self.lora is not None
+        number = sum(map(ord, role.name))
+        key = jax.random.fold_in(jax.random.key(self.config.seed), 2 + number)
+        axes = adapters.logical_axes(decoder, self.lora)
+        make = jax.jit(
+            functools.partial(adapters.init, decoder, self.lora), out_shardings=TRAINING.shardings(self.mesh, axes)
+        )
+        base = {name: value for name, value in params.items() if name != "value_head"}
+        head = {"value_head": params["value_head"]} if "value_head" in params else {}
+        return base, {**make(key), **head}
+
+    def _forward(self, decoder: Decoder, role: Role) -> Forward:
+        config = self.config
+        return Forward(
+            decoder,
+            temperature=(config.rollout.temperature or 1.0) if self.algorithm.generates else 1.0,
+            dtype=self.dtype,
+            remat=config.model.remat,
+            unroll={"auto": None, "loop": False, "unrolled": True}[config.model.layers],
+            chunk_tokens=config.training.logprob_chunk_tokens * batch_shards(self.mesh),
+            head=role.head,
+        )
+
+    # --- where parameters come from ---------------------------------------------------------------------------
+
+    def _path(self, role: Role) -> str:
+        section = role.section
+        if section == "policy":
+            return ""
+        if section == "teacher" and not self.config.teacher.path:
+            raise UserError(
+                f"teacher.path is empty, and {self.algorithm.name} learns from a teacher: give a model with the "
+                "policy's tokenizer."
+            )
+        return getattr(self.config, section).path
+
+    def _load_start(self) -> tuple[Decoder, Params]:
+        """The policy's decoder and first parameters in the training layout: float32, which is trained, or the compute
+        dtype of a base under adapters."""
+        model = self.config.model
+        dtype = jnp.float32 if self.lora is None else self.dtype
+        if model.architecture:
+            key = jax.random.key(self.config.seed)
+            decoder, params = init_model(
+                model.architecture, key, mesh=self.mesh, layout=TRAINING, vocab_multiple=self.multiple
+            )
+            return decoder, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        return load_model(model.path, mesh=self.mesh, layout=TRAINING, dtype=dtype, vocab_multiple=self.multiple)
+
+    def _load(self, path: str, dtype: Any, role: Role) -> tuple[Decoder, Params]:
+        if role.head == "tokens" and pathlib.Path(path, "checkpoints").is_dir():
+            template = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), self.start)
+            checkpoints = Checkpoints(pathlib.Path(path), self.config.checkpoint, read_only=True)
+            step, params = checkpoints.restore_params("policy", template)
+            checkpoints.close()
+            logger.info("%s: the checkpoint after step %d of %s", role.name, step, path)
+            return self.decoder, params
+        where: Any = {"mesh": self.mesh, "layout": TRAINING, "dtype": dtype, "vocab_multiple": self.multiple}
+        if role.head == "values":
+            return load_classifier(path, new_head=True, **where)
+        decoder, params = load_model(path, **where)
+        if decoder.config.vocab_size != self.decoder.config.vocab_size:
+            raise UserError(
+                f"{role.section}.path = {path!r} has {decoder.config.vocab_size} vocabulary rows and the policy "
+                f"{self.decoder.config.vocab_size}: it must read the policy's tokens. Give a model of its family."
+            )
+        return decoder, params
+
+
+def pack_lengths(config: RunConfig, algorithm: Algorithm) -> tuple[int, int]:
+    """How many sequences an optimizer update usually has, and the longest one's tokens."""
+    per_prompt = config.rollout.samples_per_prompt if algorithm.generates else 1
+    if algorithm.data == "preference":
+        per_prompt = 2
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return config.training.mini_batch_size * per_prompt, longest
+
+
+def mean_or_max(found: list[dict[str, float]]) -> dict[str, float]:
+    """One figure of several updates: the mean, of ``…_max`` the largest."""
+    names = dict.fromkeys(name for one in found for name in one)
+    return {
+        name: float((max if name.endswith("_max") else np.mean)([one[name] for one in found if name in one]))
+        for name in names
+    }
