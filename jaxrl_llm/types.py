@@ -110,6 +110,7 @@ class Rollouts:
         loss and denominators.
       components: per reward name, ``[N]`` float32 unweighted, NaN where it does not apply.
       metrics: counts and seconds gathered on the way, by metric name.
+      baselines: ``[B]`` float32, a reward of each prompt that the samples' are compared with; None without.
     """
 
     examples: Sequence[Example]
@@ -121,6 +122,7 @@ class Rollouts:
     rewards: np.ndarray
     components: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    baselines: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.responses)

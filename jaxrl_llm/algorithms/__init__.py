@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+from jaxrl_llm.algorithms.cispo import CISPO
+from jaxrl_llm.algorithms.dapo import DAPO
+from jaxrl_llm.algorithms.dr_grpo import DR_GRPO
+from jaxrl_llm.algorithms.gdpo import GDPO
+from jaxrl_llm.algorithms.gmpo import GMPO
 from jaxrl_llm.algorithms.grpo import GRPO
+from jaxrl_llm.algorithms.gspo import GSPO
 from jaxrl_llm.algorithms.interface import Algorithm
+from jaxrl_llm.algorithms.pass_at_k import PASS_AT_K
+from jaxrl_llm.algorithms.ppo import PPO
+from jaxrl_llm.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
+from jaxrl_llm.algorithms.remax import REMAX
+from jaxrl_llm.algorithms.rloo import RLOO
+from jaxrl_llm.algorithms.sapo import SAPO
 from jaxrl_llm.algorithms.sft import SFT
 
-ALGORITHMS: dict[str, Algorithm] = {algorithm.name: algorithm for algorithm in (GRPO, SFT)}
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        PPO,
+        GRPO,
+        DR_GRPO,
+        DAPO,
+        RLOO,
+        REINFORCE_PLUS_PLUS,
+        REINFORCE_PLUS_PLUS_BASELINE,
+        REMAX,
+        GSPO,
+        GMPO,
+        CISPO,
+        SAPO,
+        PASS_AT_K,
+        GDPO,
+        SFT,
+    )
+}
 
 
 def find_algorithm(name: str) -> Algorithm:

@@ -17,20 +17,12 @@ import numpy as np
 from jaxrl_llm.algorithms import on_policy
 from jaxrl_llm.algorithms.advantages import group_advantages
 from jaxrl_llm.algorithms.interface import Context, Sequences
-from jaxrl_llm.config import option
 from jaxrl_llm.types import Rollouts
 
 
 @dataclasses.dataclass(frozen=True)
-class GRPOOptions(on_policy.Options):
+class GRPOOptions(on_policy.ClippedOptions, on_policy.GroupOptions):
     """Options of `algorithm` when its name is `grpo`."""
-
-    advantage_normalization: str = option(
-        "std", "divide the centred reward by the group's standard deviation, or not", choices=("std", "none")
-    )
-    clip_low: float = option(0.2, "the ratio is clipped below at 1 - clip_low", low=0.0, high=1.0)
-    clip_high: float = option(0.2, "the ratio is clipped above at 1 + clip_high", low=0.0)
-    dual_clip: float = option(3.0, "bound on the ratio where the advantage is negative; 0 = off", low=0.0)
 
 
 def advantages(context: Context, rollouts: Rollouts, scores: on_policy.Scores, sequences: Sequences) -> np.ndarray:

@@ -47,18 +47,40 @@ class Options:
     )
     rollout_is: str = option(
         "none",
-        "importance weights old / sampler on the loss, by token or by sequence, for a sampler that is older or of "
-        "lower precision than the policy",
-        choices=("none", "token", "sequence"),
+        "importance weights old / sampler on the token losses, for a sampler that is older or of lower precision than "
+        "the policy; see rollout_correction.py",
+        choices=("none", *rollout_correction.ROLLOUT_IS),
     )
-    rollout_is_threshold: float = option(2.0, "the weights are cut here", above=0.0)
+    rollout_is_threshold: float = option(2.0, "the weights are cut here", above=0.0, infinite=True)
     rollout_rs: str = option(
         "none",
-        "leave tokens or whole sequences out whose old / sampler ratio (of a sequence: the geometric mean) is outside "
-        "1 / rollout_rs_threshold … rollout_rs_threshold",
-        choices=("none", "token", "sequence"),
+        "what tokens or sequences are left out by, where sampler and policy differ too much",
+        choices=("none", *rollout_correction.ROLLOUT_RS),
     )
-    rollout_rs_threshold: float = option(2.0, "the bound of rollout_rs", above=1.0)
+    rollout_rs_threshold: float = option(2.0, "the bound of rollout_rs: a ratio for k1, else the figure", above=0.0)
+    rollout_rs_threshold_lower: float = option(0.0, "the lower bound of a ratio; 0 = 1 / rollout_rs_threshold", low=0.0)
+    rollout_token_veto_threshold: float = option(
+        0.0, "leave a sequence out that has a token of a smaller ratio (1e-4 is usual); 0 = off", low=0.0, below=1.0
+    )
+    rollout_metrics: bool = option(False, "tell how far the sampler is from the policy also without a correction")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedOptions(Options):
+    """With those of PPO's clipped loss."""
+
+    clip_low: float = option(0.2, "the ratio is clipped below at 1 - clip_low", low=0.0, high=1.0)
+    clip_high: float = option(0.2, "the ratio is clipped above at 1 + clip_high", low=0.0)
+    dual_clip: float = option(3.0, "bound on the ratio where the advantage is negative; 0 = off", low=0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupOptions(Options):
+    """With those of group-relative advantages."""
+
+    advantage_normalization: str = option(
+        "std", "divide the centred reward by the group's standard deviation, or not", choices=("std", "none")
+    )
 
 
 class Scores(NamedTuple):
@@ -209,17 +231,8 @@ def losses(options: Options, outputs: TokenOutputs, rows: Rows, *, surrogate: Su
     def mean(values: Array) -> tuple[Array, Array]:
         return jnp.sum(jnp.where(mask, values, 0.0), dtype=jnp.float32), count
 
-    correction = rollout_correction.correction(
-        old,
-        rows.sampler_logprobs,
-        mask,
-        rows.segment_ids,
-        importance=options.rollout_is,
-        importance_threshold=options.rollout_is_threshold,
-        rejection=options.rollout_rs,
-        rejection_threshold=options.rollout_rs_threshold,
-    )
-    policy = jnp.sum(weights * correction.weights * jnp.where(mask, token.loss, 0.0))
+    corrected, counted_correction, maxima_correction = _corrected(options, rows, old, token.loss)
+    policy = jnp.sum(weights * corrected)
     difference = jnp.where(mask, jnp.abs(old - rows.sampler_logprobs), 0.0)
     total = policy
     counted = {
@@ -229,7 +242,7 @@ def losses(options: Options, outputs: TokenOutputs, rows: Rows, *, surrogate: Su
         "policy/approx_kl": mean(policy_loss.kl_penalty(old, actor, "k1")),
         "policy/ratio_mean": mean(token.ratio),
         "rollout/logprob_diff_mean": mean(difference),
-        **correction.counted,
+        **counted_correction,
     }
     if options.kl_coef > 0 and options.kl_in == "loss":
         kl = jnp.where(mask, policy_loss.kl_penalty(actor, rows.ref_logprobs, options.kl_estimator), 0.0)
@@ -237,8 +250,44 @@ def losses(options: Options, outputs: TokenOutputs, rows: Rows, *, surrogate: Su
         counted["kl/mean"] = mean(kl)
     if options.entropy_coef > 0:
         total = total - options.entropy_coef * jnp.sum(weights * jnp.where(mask, outputs.entropy, 0.0))
-    maxima = {"rollout/logprob_diff_max": jnp.max(difference), **correction.maxima}
+    maxima = {"rollout/logprob_diff_max": jnp.max(difference), **maxima_correction}
     return Objective(total, {"loss/policy": policy, "loss/total": total}, counted, maxima)
+
+
+def _corrected(
+    options: Options, rows: Rows, old: Float[Array, "R T"], loss: Float[Array, "R T"]
+) -> tuple[Float[Array, "R T"], dict[str, tuple[Array, Array]], dict[str, Array]]:
+    """The token losses after the rollout correction, 0 where masked, and its metrics."""
+    mask, policies = rows.loss_mask, (old, rows.sampler_logprobs, rows.loss_mask, rows.segment_ids)
+    loss = jnp.where(mask, loss, 0.0)
+    counted, maxima = {}, {}
+    active = (options.rollout_is, options.rollout_rs) != ("none", "none") or options.rollout_token_veto_threshold
+    if active or options.rollout_metrics:
+        counted, maxima = rollout_correction.offpolicy_metrics(*policies)
+    if options.rollout_is != "none":
+        threshold = options.rollout_is_threshold
+        importance = rollout_correction.rollout_is_weights(
+            *policies, rollout_is=options.rollout_is, rollout_is_threshold=threshold
+        )
+        loss = loss * importance
+        more, largest = rollout_correction.weight_metrics(importance, mask, threshold)
+        counted, maxima = counted | more, maxima | largest
+    kept = mask
+    if options.rollout_rs != "none":
+        kept &= rollout_correction.rollout_rs_mask(
+            *policies,
+            rollout_rs=options.rollout_rs,
+            rollout_rs_threshold=options.rollout_rs_threshold,
+            rollout_rs_threshold_lower=options.rollout_rs_threshold_lower or None,
+        )
+    if options.rollout_token_veto_threshold:
+        kept &= rollout_correction.rollout_token_veto_mask(
+            *policies, rollout_token_veto_threshold=options.rollout_token_veto_threshold
+        )
+    if kept is not mask:
+        counted |= rollout_correction.rejection_metrics(kept, mask, rows.segment_ids)
+        loss = jnp.where(kept, loss, 0.0)
+    return loss, counted, maxima
 
 
 def clipped(options: Any, actor: Float[Array, "R T"], rows: Rows) -> TokenLoss:
