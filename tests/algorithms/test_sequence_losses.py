@@ -107,7 +107,7 @@ def test_values_and_gradients_do_not_depend_on_the_packing(name):
         expected = [oracle(name, *one) for one in zip(*trained, trained[0], strict=True)]
         slopes = finite_differences(total, actor)
         for layout in LAYOUTS:
-            rows = PackedRows(LENGTHS, layout, columns=12)
+            rows = PackedRows(LENGTHS, layout, columns=14)
             weights = rows.put(coefficients)
 
             def objective(x, rows=rows, weights=weights, old=old, advantages=advantages):
@@ -158,7 +158,7 @@ def test_l47_the_advantage_of_a_sequence_leaves_masked_tokens_out():
 @pytest.mark.parametrize("name", OPTIONS)
 def test_overflow_and_junk_stay_finite(name):
     """Caught: exp of an unclamped log-ratio; a masked NaN that reaches the sequence's mean."""
-    rows = PackedRows(LENGTHS, LAYOUTS[1], columns=12)
+    rows = PackedRows(LENGTHS, LAYOUTS[1], columns=14)
     actor = [np.full(length, 300.0) for length in LENGTHS]
     old = [np.full(length, -300.0) for length in LENGTHS]
     for sign in (1.0, -1.0):
@@ -224,7 +224,7 @@ def test_value_loss():
 
 def test_sequence_clip_fractions_count_sequences():
     """Caught: one count for each token; A > 0 counted as clipped below; the advantage of a masked token."""
-    rows = PackedRows(LENGTHS, LAYOUTS[1], columns=12)
+    rows = PackedRows(LENGTHS, LAYOUTS[1], columns=14)
     ratio = rows.put([np.full(length, value) for length, value in zip(LENGTHS, (2.0, 2.0, 0.5, 2.0, 0.5), strict=True)])
     signs = (1.0, -1.0, -1.0, 1.0, 1.0)
     advantages = rows.put([np.where(mask, sign, -9 * sign) for mask, sign in zip(MASKS, signs, strict=True)])
