@@ -7,11 +7,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
 import pathlib
+import sys
 import traceback
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl_llm.config import ConfigDict, option_type
@@ -83,7 +85,8 @@ def _run_file(path: str) -> Any:
         raise UserError(f"--config={path}: a configuration is a Python file whose name ends in .py.")
     module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        with _neighbours(pathlib.Path(path).resolve().parent):
+            spec.loader.exec_module(module)
     except SyntaxError as error:
         raise UserError(f"{path}, line {error.lineno}: not valid Python: {error.msg}.") from error
     except UserError:
@@ -91,6 +94,21 @@ def _run_file(path: str) -> Any:
     except (Exception, SystemExit) as error:  # a failed import, or any mistake of the file's own
         raise UserError(f"{path}, line {_line_in(path, error)}: {type(error).__name__}: {error}") from error
     return module
+
+
+@contextlib.contextmanager
+def _neighbours(folder: pathlib.Path) -> Iterator[None]:
+    """A configuration may import one that stands beside it, and change some of it."""
+    known = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - known:  # the next configuration may have a neighbour of the same name
+            file = getattr(sys.modules[name], "__file__", None)
+            if file is not None and pathlib.Path(file).parent == folder:
+                del sys.modules[name]
 
 
 def _line_in(path: str, error: BaseException) -> int | None:

@@ -13,7 +13,7 @@ import dataclasses
 import numpy as np
 
 from jaxrl_llm.algorithms import grpo, on_policy
-from jaxrl_llm.algorithms.advantages import combined_rewards_advantages
+from jaxrl_llm.algorithms.advantages import combine_rewards
 from jaxrl_llm.algorithms.interface import Context, Sequences
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.types import Rollouts
@@ -25,7 +25,7 @@ class GDPOOptions(grpo.GRPOOptions):
 
 
 def advantages(context: Context, rollouts: Rollouts, scores: on_policy.Scores, sequences: Sequences) -> np.ndarray:
-    return combined_rewards_advantages(
+    return combine_rewards(
         rollouts.components,
         {name: reward.weight for name, reward in context.config.rewards.items()},
         rollouts.group,
