@@ -25,7 +25,7 @@ from jaxrl_llm.models.gguf_file import GgufTensors, gguf_hf_config
 from jaxrl_llm.models.locate import resolve_path
 from jaxrl_llm.models.registry import FAMILIES, config_from_hf
 from jaxrl_llm.models.safetensors_folder import SafetensorsFolder
-from jaxrl_llm.models.tensors import Index, TensorRule, sizes_of
+from jaxrl_llm.models.tensors import Index, TensorRule, differences, sizes_of
 from jaxrl_llm.sharding import Layout
 from jaxrl_llm.types import Params
 
@@ -171,24 +171,15 @@ def _check(tensors: Tensors, rules: tuple[TensorRule, ...], config: ModelConfig)
         for rule in rules
         for layer in (range(config.num_layers) if rule.per_layer else (None,))
     }
-    missing = sorted(expected.keys() - shapes.keys())
-    unused = sorted(name for name in shapes.keys() - expected.keys() if not _redundant(name, tensors, config))
-    wrong = sorted(
-        f"{name} {shapes[name]} instead of {expected[name]}"
-        for name in expected.keys() & shapes.keys()
-        if shapes[name] != expected[name]
-    )
-    problems = {"missing tensors": missing, "tensors this architecture does not use": unused, "wrong shapes": wrong}
-    listed = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+    needed = {
+        name: shape for name, shape in shapes.items() if name in expected or not _redundant(name, tensors, config)
+    }
+    listed = differences(expected, needed)
     if listed:
         raise UserError(
             f"The weights in {tensors.source} do not fit its config ({config.architecture}, {config.num_layers} "
             f"layers): {listed}. Check that config.json belongs to these weights and that the files are complete."
         )
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def _redundant(name: str, tensors: Tensors, config: ModelConfig) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,12 +17,16 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 class SafetensorsFolder:
-    """Named tensors of a folder. Files are memory-mapped: reading a slice touches only its pages."""
+    """Named tensors of a folder. Files are memory-mapped: reading a slice touches only its pages.
 
-    def __init__(self, folder: Path):
+    Args:
+      names: of its files; None for those of a model.
+    """
+
+    def __init__(self, folder: Path, names: Sequence[str] | None = None):
         self.source = str(folder)
         self._file_of: dict[str, safetensors.safe_open] = {}
-        for file in _files(folder):
+        for file in _files(folder) if names is None else [folder / name for name in names]:
             if not file.exists():
                 raise UserError(
                     f"{folder / INDEX} names {file.name}, which is not in the folder. The model's download or copy is "
