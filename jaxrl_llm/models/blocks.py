@@ -60,8 +60,8 @@ def _swiglu(gate: Float[Array, "N F"], up: Float[Array, "N F"]) -> Float[Array, 
 
 
 def _widen(low: Float[Array, "N r"], b: Float[Array, "r ..."]) -> Array:
-    """``low B``. The batch dimension of size 1 tells the policy `dots` of `Decoder.hidden` that this product, as wide as
-    that of the matrix but cheap, is not worth keeping for the backward pass. XLA drops it."""
+    """``low B``. By its batch dimension of 1, which XLA drops, the policy `dots` of `Decoder.hidden` knows not to keep
+    this product for the backward pass: it is as wide as that with the matrix, but cheap."""
     return jax.lax.dot_general(low[None], b[None], (((2,), (1,)), ((0,), (0,))))[0]
 
 

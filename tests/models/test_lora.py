@@ -225,8 +225,8 @@ def test_a_sharded_model_equals_one_device():
 def test_each_logical_axis_lies_on_its_own_dimension():
     """Both arrangements, by sizes that differ from each other. Caught: the axes of gate_up_lora_b in the order of
     gate_up."""
-    config = tiny_config(num_heads=10, num_kv_heads=5, head_size=14, num_layers=4, windows=(None,) * 4)
-    sizes = {"layers": 4, "embed": 32, "mlp": 48, "heads": 10, "kv_heads": 5, "head": 14}
+    config = tiny_config(num_heads=10, num_kv_heads=5, head_size=14, num_layers=6, windows=(None,) * 6)
+    sizes = {"layers": 6, "embed": 32, "mlp": 48, "heads": 10, "kv_heads": 5, "head": 14}
     decoder = Decoder(config).with_lora(Lora(7, 1.0, LORA_TARGETS))
     arranged = jax.eval_shape(decoder.generation_params, decoder.abstract_params())["layers"][0]
     adapters = lora.abstract_adapters(Decoder(config), decoder.lora)
