@@ -8,6 +8,9 @@ changed in that order, because a cast first halves what has to move and an arran
 A change walks the model layer by layer in buckets of `bucket_bytes`, so that the extra memory on top of both
 layouts is bounded by a bucket and one layer. Parameters that need none of the three are not copied: both layouts
 then hold the same buffers. So a generation tree is only good until the update that donates the training parameters.
+
+With LoRA only the adapters change between two changes of layout: the base is moved once, and afterwards the adapters
+alone.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +27,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.config import HybridEngineConfig
+from jaxrl_llm.models.arrangement import merge_trees, split_adapters
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import GENERATION, TRAINING, Layout
 from jaxrl_llm.types import Params
@@ -44,7 +50,12 @@ class LayoutChange:
 
 
 class HybridEngine:
-    """Makes generation parameters from training parameters; holds neither.
+    """Makes generation parameters from training parameters; holds neither, but for the base of a LoRA model.
+
+    Where `decoder.lora` is set, the base in the generation layout stays held between calls, until the engine is
+    dropped, `forget_base` is called, or parameters with another base come: it never changes and an update donates the
+    adapters alone, so what is held stays right and, where both layouts share buffers, alive. Of the training base only
+    weak references are kept.
 
     Args:
       dtype: of generation.
@@ -62,20 +73,24 @@ class HybridEngine:
         self.decoder, self.mesh, self.config = decoder, mesh, config
         self.dtype = jnp.dtype(dtype)
         self.training, self.generation = training, generation
-        self._axes = decoder.generation_axes()
-        self._arrange = self._make_arrange()
+        plain = decoder.with_lora(None)
+        self._axes = plain.generation_axes()
+        self._arrange = self._make_arrange(plain.generation_layer, self._axes["layers"][0])
+        if decoder.lora is not None:
+            self._adapter_axes = split_adapters(decoder.generation_axes()["layers"][0])[1]
+            self._arrange_adapters = self._make_arrange(decoder.generation_adapters, self._adapter_axes)
+        self._base: _HeldBase | None = None
         self._cast = jax.jit(lambda array: array.astype(self.dtype))
         self.last: LayoutChange | None = None
 
-    def _make_arrange(self) -> Any:
+    def _make_arrange(self, layer_of: Callable[[Params, int], Params], layer_axes: Any) -> Any:
         """One layer out of a stacked run, cast and fused, still in the training layout: no communication."""
-        layer_axes = self._axes["layers"][0]
         out = self.training.shardings(self.mesh, layer_axes)
 
         @functools.partial(jax.jit, out_shardings=out)
         def arrange(run: Params, index: jax.Array) -> Params:
             one = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1).astype(self.dtype), run)
-            return self.decoder.generation_layer(one, 0)
+            return layer_of(one, 0)
 
         return arrange
 
@@ -87,10 +102,39 @@ class HybridEngine:
 
         Returns:
           `Decoder.generation_params`' tree in the generation layout and dtype. It may share buffers with
-          `params`; drop it before they are donated.
+          `params`; drop it before they are donated. With LoRA the base's arrays are those of the last call where
+          `params` holds the very same base arrays as then, and `last` counts the adapters alone.
         """
         start = time.perf_counter()
         mover = _BucketMover(self.mesh, self.generation, self.config.bucket_bytes)
+        base, adapters = split_adapters(params)
+        if bool(adapters) != (self.decoder.lora is not None):
+            raise ValueError(
+                f"decoder.lora is {self.decoder.lora}, but params have {'' if adapters else 'no '}adapters"
+            )
+        if self._base is not None and not self._base.is_of(base):
+            self._base = None
+        moving = self._move_base(mover, base) if self._base is None else None
+        layers = [
+            mover.add(self._arrange_adapters(run, jnp.int32(index)), self._adapter_axes, fresh=True)
+            for run in adapters.get("blocks", {}).values()
+            for index in range(jax.tree.leaves(run)[0].shape[0])
+        ]
+        moved = mover.finish()
+        result = _arrays(moving) if self._base is None else self._base.generation
+        if self.decoder.lora is not None:
+            self._base = self._base or _HeldBase([weakref.ref(leaf) for leaf in jax.tree.leaves(base)], result)
+            merged = [merge_trees(*both) for both in zip(result["layers"], _arrays(layers), strict=True)]
+            result = {**result, "layers": merged}
+        self.last = LayoutChange(moved, mover.copied_bytes, time.perf_counter() - start)
+        return result
+
+    def forget_base(self) -> None:
+        """Lets go of the base that a LoRA model's generation shares between calls; the next call moves it again."""
+        self._base = None
+
+    def _move_base(self, mover: _BucketMover, params: Params) -> Params:
+        """`Decoder.generation_params`' tree of slots, without adapters."""
         out: Params = {"layers": []}
         for name, axes in self._axes.items():
             if name != "layers":
@@ -101,10 +145,21 @@ class HybridEngine:
             for index in range(jax.tree.leaves(run)[0].shape[0]):
                 axes = self._axes["layers"][len(out["layers"])]
                 out["layers"].append(mover.add(self._arrange(run, jnp.int32(index)), axes, fresh=True))
-        moved = mover.finish()
-        result = jax.tree.map(lambda slot: slot.array, out, is_leaf=lambda leaf: isinstance(leaf, _Slot))
-        self.last = LayoutChange(moved, mover.copied_bytes, time.perf_counter() - start)
-        return result
+        return out
+
+
+@dataclasses.dataclass
+class _HeldBase:
+    """A base in the generation layout, and the training arrays that it was made of."""
+
+    sources: list[weakref.ref[jax.Array]]
+    generation: Params
+
+    def is_of(self, base: Params) -> bool:
+        leaves = jax.tree.leaves(base)
+        return len(leaves) == len(self.sources) and all(
+            source() is leaf for source, leaf in zip(self.sources, leaves, strict=True)
+        )
 
 
 @dataclasses.dataclass
@@ -114,6 +169,11 @@ class _Slot:
     array: jax.Array
     target: NamedSharding
     fresh: bool
+
+
+def _arrays(slots: Any) -> Any:
+    """The tree of arrays, once the mover has finished."""
+    return jax.tree.map(lambda slot: slot.array, slots, is_leaf=lambda leaf: isinstance(leaf, _Slot))
 
 
 class _BucketMover:

@@ -6,6 +6,9 @@ Two arrangements of the same weights run through the same code:
 - *training*: q, k, v, gate and up apart, as the optimizer, the checkpoint and the mesh see them;
 - *generation*: q, k, v in one array and gate, up in another, so that a decode step reads fewer, larger arrays.
 
+LoRA adapters (arXiv:2106.09685) are a branch beside a product, ``x W + scale (x A) B``: nothing of W's size is ever
+made of A and B, neither in the forward nor in the backward pass.
+
 Activations are flat ``[N, D]``, N tokens in any order: only ``attend`` knows which of them belong together.
 """
 
@@ -19,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.placement import place
 from jaxrl_llm.models.platform import compiles_for_cpu
 from jaxrl_llm.models.rope import rotate
@@ -56,7 +59,71 @@ def _swiglu(gate: Float[Array, "N F"], up: Float[Array, "N F"]) -> Float[Array, 
     return jax.nn.silu(gate) * up
 
 
-class Attention(nnx.Module):
+def _widen(low: Float[Array, "N r"], b: Float[Array, "r ..."]) -> Array:
+    """``low B``. By its batch dimension of 1, which XLA drops, the policy `dots` of `Decoder.hidden` knows not to keep
+    this product for the backward pass: it is as wide as that with the matrix, but cheap."""
+    return jax.lax.dot_general(low[None], b[None], (((2,), (1,)), ((0,), (0,))))[0]
+
+
+class Adapted(nnx.Module):
+    """A module some of whose matrices have adapters: NAME_lora_a ``[*in, r]`` and NAME_lora_b ``[r, *out]``."""
+
+    adapters: tuple[str, ...] = ()
+    lora_scale: float = 0.0
+
+    def add_adapters(self, shapes: AdapterShapes, scale: float, rngs: nnx.Rngs) -> None:
+        """A normal with standard deviation ``1 / sqrt(inputs)``, B zero: the model starts as it was.
+
+        The paper draws A from a normal distribution. With this deviation ``x A`` has the mean square of x. PEFT and
+        the paper's code draw uniformly from ``+- 1 / sqrt(inputs)``, whose deviation is smaller by sqrt(3).
+        """
+        self.adapters, self.lora_scale = tuple(shapes), scale
+        for name, (inputs, shape_a, shape_b) in shapes.items():
+            setattr(self, f"{name}_lora_a", normal(rngs, shape_a, inputs**-0.5))
+            setattr(self, f"{name}_lora_b", nnx.Param(jnp.zeros(shape_b, jnp.float32)))
+
+    def adapted(self, name: str, value: Float[Array, "N ..."], x: Float[Array, "N ..."]) -> Float[Array, "N ..."]:
+        """``value``, the product of x with this matrix, and the branch of its adapters where it has any."""
+        return value + _widen(self._low(name, x), self._lora_b(name)) if name in self.adapters else value
+
+    def _low(self, name: str, x: Float[Array, "N ..."]) -> Array:
+        low = jnp.tensordot(x, getattr(self, f"{name}_lora_a")[...], axes=x.ndim - 1)
+        return place(low * self.lora_scale, "rows", *[None] * (low.ndim - 1))
+
+    def _lora_b(self, name: str) -> Array:
+        return getattr(self, f"{name}_lora_b")[...]
+
+
+AdapterShapes = dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]]
+"""Per matrix: its number of inputs, the shape of A and that of B."""
+
+
+def _adapter_shapes(config: ModelConfig, lora: Lora, fused: bool) -> tuple[AdapterShapes, AdapterShapes]:
+    """Those of the attention and of the MLP; see ``arrangement.fuse_adapters`` for the fused ones."""
+    embed, hidden, rank = config.hidden_size, config.intermediate_size, lora.rank
+    heads, kv_heads, head = config.num_heads, config.num_kv_heads, config.head_size
+    attention: AdapterShapes = {
+        "q": (embed, (embed, rank), (rank, heads, head)),
+        "k": (embed, (embed, rank), (rank, kv_heads, head)),
+        "v": (embed, (embed, rank), (rank, kv_heads, head)),
+        "o": (heads * head, (heads, head, rank), (rank, embed)),
+    }
+    mlp: AdapterShapes = {
+        "gate": (embed, (embed, rank), (rank, hidden)),
+        "up": (embed, (embed, rank), (rank, hidden)),
+        "down": (hidden, (hidden, rank), (rank, embed)),
+    }
+    attention, mlp = ({name: part[name] for name in part if name in lora.targets} for part in (attention, mlp))
+    if fused:
+        if parts := [attention.pop(name) for name in "qkv" if name in attention]:
+            ranks = len(parts) * rank
+            attention["qkv"] = (embed, (embed, ranks), (ranks, kv_heads, config.group_size + 2, head))
+        if [mlp.pop(name) for name in ("gate", "up") if name in mlp]:
+            mlp["gate_up"] = (embed, (embed, 2, rank), (2, rank, hidden))
+    return attention, mlp
+
+
+class Attention(Adapted):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions; biases and q/k norms where the model has them.
 
     Query head ``i`` reads key/value head ``i // group_size``. ``o`` is ``[H, h, D]``.
@@ -88,19 +155,22 @@ class Attention(nnx.Module):
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
         attended = attend(rotate(q, rope), rotate(k, rope), v)
-        return jnp.einsum("nih,ihd->nd", attended, self.o[...])
+        output = jnp.einsum("nih,ihd->nd", attended, self.o[...])
+        return self.adapted("o", output, attended)
 
     def project(self, x: Float[Array, "N D"]) -> tuple[Array, Array, Array]:
         """``[N, H, h]`` queries, ``[N, K, h]`` keys and values."""
         projected = []
         for name, axis in (("q", "heads"), ("k", "kv_heads"), ("v", "kv_heads")):
-            value = place(jnp.einsum("nd,dih->nih", x, getattr(self, name)[...]), "rows", axis, None)
+            value = self.adapted(name, jnp.einsum("nd,dih->nih", x, getattr(self, name)[...]), x)
+            value = place(value, "rows", axis, None)
             projected.append(value + getattr(self, f"{name}_bias")[...][None] if self.biased else value)
         return projected[0], projected[1], projected[2]
 
     def project_fused(self, x: Float[Array, "N D"]) -> tuple[Array, Array, Array]:
         """The same from one product; per key/value head: its query heads, its key, its value."""
         value = jnp.einsum("nd,dkgh->nkgh", x, self.qkv[...])
+        value = self.adapted("qkv", value, x)
         if self.biased:
             value += self.qkv_bias[...][None]
         group = self.group_size
@@ -108,7 +178,7 @@ class Attention(nnx.Module):
         return q, value[:, :, group], value[:, :, group + 1]
 
 
-class MLP(nnx.Module):
+class MLP(Adapted):
     """SwiGLU (arXiv:2002.05202): ``down(silu(gate x) * up x)``.
 
     Training keeps gate and up ``[D, F]`` and down ``[F, D]``. Generation keeps ``gate_up [2, F, D]`` and
@@ -128,26 +198,39 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
         if not self.fused:
-            hidden = _swiglu(x @ self.gate[...], x @ self.up[...])
-            return place(hidden, "rows", "mlp") @ self.down[...]
+            gate, up = (self.adapted(name, x @ getattr(self, name)[...], x) for name in ("gate", "up"))
+            hidden = place(_swiglu(gate, up), "rows", "mlp")
+            return self.adapted("down", hidden @ self.down[...], hidden)
         if not compiles_for_cpu():
-            gate, up = jnp.einsum("nd,cfd->cnf", x, self.gate_up[...])
-            return jnp.einsum("nf,df->nd", jax.nn.silu(gate) * up, self.down[...])
+            gate, up = self._adapted_gate_up(jnp.einsum("nd,cfd->cnf", x, self.gate_up[...]), x, "cnf")
+            hidden = jax.nn.silu(gate) * up
+            return self.adapted("down", jnp.einsum("nf,df->nd", hidden, self.down[...]), hidden)
         # On XLA:CPU a product W @ x.T packs only the small x.T. The barriers keep XLA from rewriting it into the
         # slow transposed form (a decode step of a 135M model at 64 sequences: 77 ms without, 73 ms with).
         columns = jax.lax.optimization_barrier(x.T)
-        gate, up = jnp.einsum("cfd,dn->cfn", self.gate_up[...], columns)
-        return jax.lax.optimization_barrier(self.down[...] @ (jax.nn.silu(gate) * up)).T
+        gate, up = self._adapted_gate_up(jnp.einsum("cfd,dn->cfn", self.gate_up[...], columns), x, "cfn")
+        hidden = jax.nn.silu(gate) * up
+        output = jax.lax.optimization_barrier(self.down[...] @ hidden).T
+        return self.adapted("down", output, hidden.T)
+
+    def _adapted_gate_up(self, value: Array, x: Float[Array, "N D"], order: str) -> Array:
+        """The same as ``adapted``; ``order`` names the axes of ``value``."""
+        if "gate_up" not in self.adapters:
+            return value
+        return value + jnp.einsum(f"ncr,crf->{order}", self._low("gate_up", x), self._lora_b("gate_up"))
 
 
 class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to its input."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, fused: bool = False):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, fused: bool = False, lora: Lora | None = None):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, rngs, fused)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = MLP(config, rngs, fused)
+        if lora is not None:  # last, so that adapters change no other number of a fresh model
+            for module, shapes in zip((self.attention, self.mlp), _adapter_shapes(config, lora, fused), strict=True):
+                module.add_adapters(shapes, lora.scale, rngs)
 
     def __call__(self, x: Float[Array, "N D"], rope: RopeTables, attend: Attend) -> Float[Array, "N D"]:
         x = x + self.attention(self.attention_norm(x), rope, attend)

@@ -12,6 +12,9 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 
+LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+"""Matrices of a block that can have an adapter."""
+
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -144,3 +147,39 @@ class ModelConfig:
         """The same model with its vocabulary arrays padded to a multiple, for example the size of ``tensor``."""
         padded = -(-self.vocab_size // multiple) * multiple
         return dataclasses.replace(self, padded_vocab_size=padded)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Low-rank adapters (arXiv:2106.09685): each target's matrix W acts as ``W + alpha / rank * A @ B``.
+
+    Attributes:
+      rank: columns of A and rows of B, at least 1.
+      alpha: above 0; with the rank it scales the branch, so that a change of rank asks for no other learning rate.
+      targets: of ``LORA_TARGETS``, without repetition; kept in that order.
+
+    Raises:
+      UserError: a value that is not allowed.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UserError(f"The rank of the LoRA adapters is {self.rank}; it must be at least 1.")
+        if not 0 < self.alpha < math.inf:
+            raise UserError(f"The alpha of the LoRA adapters is {self.alpha}; it must be above 0 and finite.")
+        unknown = [name for name in self.targets if name not in LORA_TARGETS]
+        if unknown or not self.targets or len(set(self.targets)) != len(self.targets):
+            raise UserError(
+                f"The targets of the LoRA adapters are {', '.join(map(repr, self.targets)) or 'none'}; give one or "
+                f"more of {', '.join(LORA_TARGETS)}, each once."
+            )
+        object.__setattr__(self, "targets", tuple(name for name in LORA_TARGETS if name in self.targets))
+
+    @property
+    def scale(self) -> float:
+        """What ``A @ B`` is multiplied by."""
+        return self.alpha / self.rank

@@ -11,6 +11,9 @@ a plain nested dict that every method takes::
 Weights keep their heads apart: q ``[D, H, h]``, k and v ``[D, K, h]``, o ``[H, h, D]``, gate and up ``[D, F]``,
 down ``[F, D]``. Compute runs in the dtype of the parameters given; norms, rotations, softmaxes and
 log-probabilities are in float32.
+
+A decoder with `lora` has adapters beside the matrices that they belong to (q_lora_a ``[D, r]``, q_lora_b
+``[r, H, h]``, and so on, float32); the same decoder without reads the base parameters alone (``models/lora.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from jaxrl_kernels.row_attention.api import NO_WINDOW, row_attention
 from jaxrl_kernels.token_logprobs.api import token_logprobs
 from jaxrl_llm.models import arrangement
 from jaxrl_llm.models.blocks import Block, RMSNorm
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.placement import gather_layer, place, splitting_axes
 from jaxrl_llm.models.platform import compiles_for_cpu
 from jaxrl_llm.models.rope import rope_tables
@@ -54,16 +57,21 @@ class Decoder:
     """A decoder-only transformer of the Llama family tree; see the module for its parameters."""
 
     config: ModelConfig
+    lora: Lora | None = None
+
+    def with_lora(self, lora: Lora | None) -> Decoder:
+        """The same model with these adapters in its parameters in place of any; None for the base alone."""
+        return dataclasses.replace(self, lora=lora)
 
     # --- parameters -------------------------------------------------------------------------------------------
 
     def init(self, key: Array) -> Params:
-        """Fresh float32 parameters, normal with the model's ``init_scale``."""
+        """Fresh float32 parameters, normal with the model's ``init_scale``; adapters, if any, change nothing yet."""
         config = self.config
         embed_key, head_key, blocks_key = jax.random.split(key, 3)
 
         def one_block(block_key: Array) -> Params:
-            return nnx.to_pure_dict(nnx.state(Block(config, nnx.Rngs(block_key))))
+            return nnx.to_pure_dict(nnx.state(Block(config, nnx.Rngs(block_key), lora=self.lora)))
 
         def table(table_key: Array) -> Params:
             shape = (config.padded_vocab_size, config.hidden_size)
@@ -196,6 +204,7 @@ class Decoder:
             temperature,
             vocab_size=self.config.vocab_size,
             chunk_tokens=chunk_tokens,
+            weight_gradient=self.lora is None,
             mesh_axes=splitting_axes(rows=tokens.shape[0], vocab=self.config.padded_vocab_size),
         )
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
@@ -204,7 +213,13 @@ class Decoder:
 
     def generation_layer(self, run_params: Params, index: int) -> Params:
         """Layer ``index`` of a stacked run in the generation arrangement (``arrangement.GENERATION_AXES``)."""
-        return arrangement.fuse_layer(jax.tree.map(lambda leaf: leaf[index], run_params))
+        base, adapters = arrangement.split_adapters(run_params)
+        layer = arrangement.fuse_layer(jax.tree.map(lambda leaf: leaf[index], base))
+        return arrangement.merge_trees(layer, self.generation_adapters(adapters, index))
+
+    def generation_adapters(self, run_adapters: Params, index: int) -> Params:
+        """The adapters alone of layer ``index`` of a stacked run, in the generation arrangement."""
+        return arrangement.fuse_adapters(jax.tree.map(lambda leaf: leaf[index], run_adapters), self.config)
 
     def generation_params(self, params: Params) -> Params:
         """Every parameter in the generation arrangement: ``{'embed', 'layers': [L dicts], 'final_norm', 'lm_head'?}``.
@@ -254,7 +269,7 @@ class Decoder:
     # --- pieces -----------------------------------------------------------------------------------------------
 
     def _block(self, params: Params, fused: bool) -> Block:
-        return nnx.merge(_block_definition(self.config, fused), params)
+        return nnx.merge(_block_definition(self.config, fused, self.lora), params)
 
     def _embed(self, params: Params, tokens: Int[Array, "*n"]) -> Float[Array, "*n D"]:
         table = place(params["embed"]["weight"], "vocab", None)
@@ -266,9 +281,9 @@ class Decoder:
 
 
 @functools.cache
-def _block_definition(config: ModelConfig, fused: bool) -> nnx.GraphDef:
+def _block_definition(config: ModelConfig, fused: bool, lora: Lora | None) -> nnx.GraphDef:
     """The block without its values: what ``nnx.merge`` binds a dict of parameters to."""
-    return nnx.split(nnx.eval_shape(lambda: Block(config, nnx.Rngs(0), fused)))[0]
+    return nnx.split(nnx.eval_shape(lambda: Block(config, nnx.Rngs(0), fused, lora)))[0]
 
 
 @functools.cache

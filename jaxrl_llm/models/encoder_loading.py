@@ -122,7 +122,7 @@ def load_encoder(
     encoder = Encoder(encoder_config(read_hf_config(local), str(local)))
     roberta = encoder.config.positions_skip_padding
     ignored = (*_IGNORED, "roberta.pooler.dense.weight", "roberta.pooler.dense.bias") if roberta else _IGNORED
-    tensors = SafetensorsFolder(local, ignored)  # RoBERTa's head has its own layer in place of the pooler
+    tensors = SafetensorsFolder(local, ignored=ignored)  # RoBERTa's head has its own layer in place of the pooler
     in_file = {_present_name(name): name for name in tensors.shapes()}
     expected = encoder.abstract_params()
     shapes, num_layers = tensors.shapes(), encoder.config.num_layers

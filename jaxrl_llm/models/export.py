@@ -22,6 +22,7 @@ from jax.typing import DTypeLike
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.families.family import HfConfig
+from jaxrl_llm.models.lora import fold_matrix
 from jaxrl_llm.models.registry import FAMILIES
 from jaxrl_llm.models.safetensors_folder import INDEX
 from jaxrl_llm.models.tensors import TensorRule, sizes_of
@@ -44,6 +45,7 @@ def export_model(
 
     Rows that only pad the vocabulary are left out; those beyond the tokenizer are the model's and stay. Every
     process must call this (parameters split over processes are gathered, one at a time); process 0 writes.
+    LoRA adapters are folded into their matrices, one at a time and in float32: the folder is a plain model.
 
     Args:
       params: in the training arrangement, on any mesh.
@@ -99,7 +101,7 @@ def write_model(
             tokenizer.save_pretrained(temporary)
         for file in temporary.glob("*.safetensors"):  # their library makes them private whatever the umask
             shutil.copymode(temporary / "config.json", file)
-        _replace(temporary, target)
+        replace_folder(temporary, target)
 
 
 def export_target(folder: str | Path, *, overwrite: bool) -> Path:
@@ -159,7 +161,7 @@ def _write_weights(
     for name, entries in zip(names, files, strict=True):
         content = {}
         for rule, layer in entries:
-            value = _gather(_parameter(decoder, params, rule, layer).astype(dtype))
+            value = gather(_parameter(decoder, params, rule, layer).astype(dtype))
             if writes:
                 rows = decoder.config.vocab_size if rule.dimensions[0] == "V" else None
                 content[rule.name(layer)] = rule.to_file(value[:rows])
@@ -205,19 +207,26 @@ def _parameter(decoder: Decoder, params: Params, rule: TensorRule, layer: int | 
     if layer is not None:
         run = next(name for name, layers in decoder.runs.items() if layer in layers)
         node = params["blocks"][run]
-    for name in rule.path.split("/"):
+    *parents, leaf = rule.path.split("/")
+    for name in parents:
         node = node[name]
-    return node if layer is None else node[layer - decoder.runs[run].start]
+    if layer is None:
+        return node[leaf]
+    index = layer - decoder.runs[run].start
+    if decoder.lora is None or f"{leaf}_lora_a" not in node:
+        return node[leaf][index]
+    parts = (node[name][index] for name in (leaf, f"{leaf}_lora_a", f"{leaf}_lora_b"))
+    return fold_matrix(*parts, scale=decoder.lora.scale)
 
 
-def _gather(value: jax.Array) -> np.ndarray:
+def gather(value: jax.Array) -> np.ndarray:
     """The whole array on this host, also where other processes hold parts of it."""
     if value.is_fully_addressable:
         return np.asarray(value)
     return np.asarray(multihost_utils.process_allgather(value, tiled=True))
 
 
-def _replace(temporary: Path, target: Path) -> None:
+def replace_folder(temporary: Path, target: Path) -> None:
     """Puts a finished folder in its place; what stood there is removed only afterwards."""
     old = target.with_name(target.name + ".replaced")
     shutil.rmtree(old, ignore_errors=True)

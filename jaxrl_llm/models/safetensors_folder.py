@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import numpy as np
 import safetensors
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.tensors import Index
+from jaxrl_llm.models.tensors import Index, differences
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -20,13 +20,14 @@ class SafetensorsFolder:
     """Named tensors of a folder. Files are memory-mapped: reading a slice touches only its pages.
 
     Args:
+      names: of its files; None for those of a model.
       ignored: ends of names of tensors that are as if they were not there, whatever they hold.
     """
 
-    def __init__(self, folder: Path, ignored: Collection[str] = ()):
+    def __init__(self, folder: Path, names: Sequence[str] | None = None, *, ignored: Collection[str] = ()):
         self.source = str(folder)
         self._file_of: dict[str, safetensors.safe_open] = {}
-        for file in _files(folder):
+        for file in _files(folder) if names is None else [folder / name for name in names]:
             if not file.exists():
                 raise UserError(
                     f"{folder / INDEX} names {file.name}, which is not in the folder. The model's download or copy is "
@@ -81,7 +82,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def check_shapes(
-    source: str, kind: str, expected: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]]
+    source: str, kind: str, expected: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]
 ) -> None:
     """Raises UserError, naming each difference, unless ``given`` are exactly the ``expected`` tensors.
 
@@ -89,21 +90,9 @@ def check_shapes(
       source: where they are.
       kind: what config.json says they are.
     """
-    missing = sorted(expected.keys() - given.keys())
-    unused = sorted(given.keys() - expected.keys())
-    wrong = sorted(
-        f"{name} {given[name]} instead of {expected[name]}"
-        for name in expected.keys() & given.keys()
-        if given[name] != expected[name]
-    )
-    problems = {"missing tensors": missing, "tensors this architecture does not use": unused, "wrong shapes": wrong}
-    listed = "; ".join(f"{what}: {_some(names)}" for what, names in problems.items() if names)
+    listed = differences(expected, given)
     if listed:
         raise UserError(
             f"The weights in {source} do not fit its config ({kind}): {listed}. Check that config.json belongs to "
             "these weights and that the files are complete."
         )
-
-
-def _some(names: list[str], limit: int = 8) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -89,6 +89,28 @@ def sizes_of(config: ModelConfig) -> dict[str, int]:
     }
 
 
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def differences(expected: Shapes, found: Shapes) -> str:
+    """What tensors of a file are missing, left over or of another shape than expected, in words; '' for none."""
+    wrong = [
+        f"{name} {found[name]} instead of {expected[name]}"
+        for name in expected.keys() & found.keys()
+        if found[name] != expected[name]
+    ]
+    problems = {
+        "missing tensors": expected.keys() - found.keys(),
+        "tensors this architecture does not use": found.keys() - expected.keys(),
+        "wrong shapes": wrong,
+    }
+    return "; ".join(f"{what}: {_some(sorted(names))}" for what, names in problems.items() if names)
+
+
+def _some(names: list[str], limit: int = 8) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
 def rule(path: str, tensor: str, dimensions: str, file_dimensions: str) -> TensorRule:
     """``rule('attention/q', '...', 'D H h', 'Hh D')``: dimensions are single letters; ``1`` is the file's alone."""
     merged = tuple(() if group == "1" else tuple(group) for group in file_dimensions.split())

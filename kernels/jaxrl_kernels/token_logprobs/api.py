@@ -19,11 +19,13 @@ def token_logprobs(
     vocab_size=None,
     chunk_tokens=1024,
     mesh_axes=None,
+    weight_gradient=True,
     implementation="auto",
 ):
     """``logprobs[r, t] = log softmax(hidden[r, t - 1] @ weight.T / temperature)[tokens[r, t]]`` and its entropy.
 
-    Differentiable in ``hidden`` and ``weight``; the temperature is a constant (its gradient is zero).
+    Differentiable in ``hidden`` and, with ``weight_gradient``, in ``weight``; the temperature is a constant (its
+    gradient is zero).
 
     Args:
       hidden: ``[R, T, D]``; values at masked places are never used, NaN included.
@@ -35,6 +37,7 @@ def token_logprobs(
       chunk_tokens: number of tokens of all rows together whose logits exist at one time.
       mesh_axes: ``(axes that split R, axis that splits V)`` of the mesh in context (``jax.set_mesh``): chunks and
         logits are then kept split so, and the weight is gathered over all other axes. None leaves it to XLA.
+      weight_gradient: False takes ``weight`` as a constant: nothing of its size is computed in the backward pass.
       implementation: ``auto`` (``xla``), ``xla`` or ``reference``.
 
     Returns:
@@ -58,4 +61,6 @@ def token_logprobs(
     if temperature.ndim not in (0, 2):
         raise ValueError(f"temperature must be a scalar or {tokens.shape}; got {temperature.shape}")
     temperature = jnp.broadcast_to(temperature, tokens.shape)
-    return IMPLEMENTATIONS[name](hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes)
+    return IMPLEMENTATIONS[name](
+        hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes, weight_gradient
+    )

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 
 
-def token_logprobs_reference(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes):
+def token_logprobs_reference(
+    hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes, weight_gradient
+):
     del chunk_tokens, mesh_axes
+    weight = weight if weight_gradient else jax.lax.stop_gradient(weight)
     mask = mask & (jnp.arange(mask.shape[1]) > 0)[None, :]
     previous = jnp.roll(hidden, 1, axis=1)
     previous = jnp.where(mask[:, :, None], previous, 0)

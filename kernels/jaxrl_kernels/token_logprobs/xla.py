@@ -7,7 +7,8 @@ uses their closed-form gradient::
     z = h W' / temperature,  p = softmax(z),  l = log p[y],  H = -sum p log p
     dl/dz_j = 1[j = y] - p_j                 dH/dz_j = -p_j (log p_j + H)
 
-The gradient of the weight is added up over chunks in float32, whatever the dtype of the weight.
+The gradient of the weight is added up over chunks in float32, whatever the dtype of the weight; that of a constant
+weight is left out of the loop.
 """
 
 import functools
@@ -19,13 +20,16 @@ from jax.sharding import PartitionSpec
 MASKED = -1e30  # finite, so that 0 * MASKED is 0
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def token_logprobs_xla(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes):
-    outputs, _ = _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def token_logprobs_xla(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes, weight_gradient):
+    outputs, _ = _forward(
+        hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes, weight_gradient
+    )
     return outputs
 
 
-def _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes):
+def _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes, weight_gradient):
+    del weight_gradient
     weight = _place(weight, mesh_axes, "vocabulary", None)
     chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, chunk_tokens, mesh_axes)
 
@@ -51,7 +55,7 @@ def _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens
     return outputs, (hidden, weight, tokens, mask, temperature, *outputs)
 
 
-def _backward(vocab_size, chunk_tokens, mesh_axes, saved, cotangents):
+def _backward(vocab_size, chunk_tokens, mesh_axes, weight_gradient, saved, cotangents):
     hidden, weight, tokens, mask, temperature, logprobs, entropy = saved
     d_logprobs, d_entropy = cotangents
     extra = {"logprob": logprobs, "entropy": entropy, "d_logprob": d_logprobs, "d_entropy": d_entropy}
@@ -76,6 +80,8 @@ def _backward(vocab_size, chunk_tokens, mesh_axes, saved, cotangents):
             )
             d_logits = d_logits.astype(weight.dtype)
             d_hidden = jnp.einsum("nv,vd->nd", d_logits, weight).reshape(chunk["hidden"].shape)
+            if d_weight is None:
+                return d_hidden, None
             rows = chunk["hidden"].reshape(-1, hidden.shape[2])
             added = jnp.einsum("nv,nd->vd", d_logits, rows, preferred_element_type=jnp.float32)
             return d_hidden, d_weight + added
@@ -86,11 +92,12 @@ def _backward(vocab_size, chunk_tokens, mesh_axes, saved, cotangents):
         d_hidden, d_weight = _if_used(index < num_used, mesh_axes, compute, skip, d_weight)
         return (index + 1, d_weight), d_hidden
 
-    start = (jnp.int32(0), jnp.zeros(weight.shape, jnp.float32))
+    start = (jnp.int32(0), jnp.zeros(weight.shape, jnp.float32) if weight_gradient else None)
     (_, d_weight), d_hidden = jax.lax.scan(one, start, chunks)
     d_previous = restore(d_hidden)  # [R, T, D], at the token it predicts
     d_hidden = jnp.roll(d_previous, -1, axis=1)  # column 0 predicts nothing and is 0, so nothing wraps around
-    return d_hidden.astype(hidden.dtype), d_weight.astype(weight.dtype), None, None, jnp.zeros_like(temperature)
+    d_weight = None if d_weight is None else d_weight.astype(weight.dtype)
+    return d_hidden.astype(hidden.dtype), d_weight, None, None, jnp.zeros_like(temperature)
 
 
 token_logprobs_xla.defvjp(_forward, _backward)
