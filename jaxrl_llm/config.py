@@ -374,6 +374,9 @@ class RunConfig:
         choices=("auto", "float32", "bfloat16"),
     )
     log_level: str = option("info", "What is printed.", choices=("debug", "info", "warning", "error"))
+    profile_steps: tuple[int, ...] = option(
+        (), "Steps, counted from 1, whose profile is written to WORKDIR/profile; see the README.", low=1
+    )
     model: ModelSection = option(ModelSection, "")
     tokenizer: TokenizerSection = option(TokenizerSection, "")
     data: DataConfig = option(DataConfig, "")

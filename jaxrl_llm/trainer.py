@@ -39,6 +39,7 @@ from jaxrl_llm.models.classifier import export_classifier
 from jaxrl_llm.models.export import export_model
 from jaxrl_llm.models.loading import load_config
 from jaxrl_llm.models.registry import config_from_hf
+from jaxrl_llm.observability.profile import step_profile
 from jaxrl_llm.observability.run_log import RunLog
 from jaxrl_llm.observability.timing import PhaseTimer
 from jaxrl_llm.rewards.pool import RewardRunner
@@ -93,6 +94,11 @@ class Trainer:
             configs.step_counts(config, self.data.num_rows).total_steps if self.data else config.num_steps
         )
         configs.check_against_model(config, shape, self.tokenizer)
+        if config.profile_steps and workdir is None and not read_only:
+            raise UserError(
+                f"profile_steps = {config.profile_steps}: profiles are written to the run's folder, and there is none. "
+                "Give a --workdir (workdir=… in Python), or leave profile_steps empty."
+            )
         # Every check that needs no weights has passed: only now is the folder taken and memory used.
         self.workdir = None if workdir is None or read_only else Workdir(workdir, config)
         self._scorer = functools.partial(RewardRunner, config.rewards, config.reward_runner, extra=rewards)
@@ -176,16 +182,22 @@ class Trainer:
         """
         timer = PhaseTimer()
         context = StepContext(self, timer)
-        rollouts = self.algorithm.collect(context, examples)
-        prepared = by_role(self.algorithm.prepare(context, rollouts), self.algorithm.trained_roles(self.options))
-        learned = self._learn(prepared, timer)
-        self.memory = self.algorithm.after_step(self.options, self.memory, learned)
+        with step_profile(self.step_index + 1, self._profile_folder(self.step_index + 1)):
+            rollouts = self.algorithm.collect(context, examples)
+            prepared = by_role(self.algorithm.prepare(context, rollouts), self.algorithm.trained_roles(self.options))
+            learned = self._learn(prepared, timer)
+            told = {name: value for sequences in prepared.values() for name, value in sequences.metrics.items()}
+            metrics = {**rollouts.metrics, **told, **learned, "rollout/samples": float(len(rollouts))}
+            self.memory = self.algorithm.after_step(self.options, self.memory, metrics)
         self.step_index += 1
-        told = {name: value for sequences in prepared.values() for name, value in sequences.metrics.items()}
-        metrics = {**rollouts.metrics, **told, **learned, **self.log.machine_metrics()}
-        metrics |= timer.metrics()
+        metrics |= self.log.machine_metrics() | timer.metrics()
         self._check(metrics, rollouts)
         return metrics, rollouts
+
+    def _profile_folder(self, step: int) -> pathlib.Path | None:
+        if self.workdir is None or step not in self.config.profile_steps:
+            return None
+        return self.workdir.path / "profile" / f"step_{step}"
 
     def _learn(self, prepared: dict[str, Sequences], timer: PhaseTimer) -> dict[str, float]:
         """Every optimizer update of a step, role by role within a mini-batch; metrics are means over the updates that

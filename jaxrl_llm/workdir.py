@@ -22,6 +22,7 @@ FREE_TO_CHANGE = (
     "num_steps",
     "data.num_epochs",
     "log_level",
+    "profile_steps",
     "model.remat",
     "model.layers",
     "rollout.num_slots",

@@ -114,6 +114,9 @@ def decode_program(
         _abstract(params, GENERATION.shardings(mesh, decoder.generation_axes()), jnp.bfloat16),
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=engine._pool_sharding), pools),
         packed,
+        jax.ShapeDtypeStruct(
+            (engine.num_replicas * num_slots, engine_rows.PROGRESS_WIDTH), jnp.int32, sharding=engine._rows_sharding
+        ),
     )
     return Program(engine._decode_program, arguments, mesh)
 

@@ -4,6 +4,8 @@ Each replica (an index of the mesh's data, pipeline and fsdp axes) has its own s
 The programs run under ``jax.shard_map`` over those axes, so page ids are local to a replica and no collective
 touches the cache; the tensor axis is left to XLA. One round of the loop in :meth:`Engine.generate`:
 schedule -> prefill -> copy pages -> decode -> receive, with one transfer to the device per program and one back.
+Where a round would only go on with the samples that run, its decode is queued before the tokens of the last one are
+read: it starts where that one ends, which the device knows, and is read while the next one runs.
 
 Prefill caches all but the last token of a prompt; that one is the first input of decode, so every sampled token
 comes from the same program and prefill makes no logits.
@@ -30,6 +32,7 @@ from jaxrl_kernels.paged_attention.api import choose_for
 from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.decoding import buckets, rows
 from jaxrl_llm.decoding.cache import GATHERED
+from jaxrl_llm.decoding.host_clock import HostClock
 from jaxrl_llm.decoding.intake import Intake
 from jaxrl_llm.decoding.pages import PageAllocator, pages_for
 from jaxrl_llm.decoding.programs import Programs
@@ -62,6 +65,7 @@ class EngineStats:
       found_tokens: of the prompts, were cached already, by another prompt or an earlier call with the same weights.
       preemptions: samples that lost their pages and were computed again.
       compiles: programs met for the first time; 0 after :meth:`Engine.warmup`.
+      host_s: of ``seconds``, those in which the host worked and nothing was running on the device.
     """
 
     tokens: int = 0
@@ -72,6 +76,16 @@ class EngineStats:
     decode_steps: int = 0
     preemptions: int = 0
     compiles: int = 0
+    host_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """A decode dispatch that was queued: its samples by replica, each in its row, and what it will return."""
+
+    running: list[list[Sample]]
+    num_rows: int
+    output: jax.Array
 
 
 class Engine:
@@ -112,12 +126,14 @@ class Engine:
         self.context = self.intake.context
         self.attention = _attention_of(rollout, mesh, decoder, dtype)
         self.stats = EngineStats()
+        self._clock = HostClock(self._idle)  # of the call that runs
         self.num_replicas = replica_count(mesh)
         self.num_pages = _checked_num_pages(rollout, self.context)
         _check_tensor_axis(decoder, mesh)
         self._buckets = buckets.Buckets.of(rollout, self.context)
         self._seen: set[tuple[Any, ...]] = set()
         self._pools: list[Any] | None = None
+        self._progress: jax.Array | None = None  # where the rows of the last decode dispatch ended
         self._allocators: list[PageAllocator] | None = None
         self._weights: list[weakref.ref[jax.Array]] = []
         self._build(
@@ -152,9 +168,10 @@ class Engine:
 
         one, each = PartitionSpec(), replicas
         self._decode_program = jax.jit(
-            over_replicas(programs.decode, (one, each, each), (each, each)),
+            over_replicas(programs.decode, (one, each, each, each), (each, each, each)),
             donate_argnums=1,
-            out_shardings=(pools, whole),  # tokens go to every process: all schedule alike
+            # tokens go to every process: all schedule alike
+            out_shardings=(pools, whole, self._rows_sharding),
         )
         self._prefill_program, self._prefill_on_context_program = (
             jax.jit(over_replicas(programs.prefill, specs, each), donate_argnums=1, out_shardings=pools)
@@ -183,6 +200,9 @@ class Engine:
         if self._pools is None:
             self._check_memory(dtype)
             self._pools = self._pool_program(dtype)
+            self._progress = self._put(
+                np.zeros((self.num_replicas * self.rollout.num_slots, rows.PROGRESS_WIDTH), np.int32)
+            )
             self._allocators = None
 
     def _take_allocators(self, gen_params: Params, reuse: bool) -> list[PageAllocator]:
@@ -251,6 +271,7 @@ class Engine:
           RunStopped: the model gave a log-probability that is not a number.
         """
         start = time.perf_counter()
+        self._clock = HostClock(self._idle)
         samples = [self.intake.samples(index, request) for index, request in enumerate(requests)]
         self._ensure_pools(gen_params)
         allocators = self._take_allocators(gen_params, reuse)
@@ -267,16 +288,14 @@ class Engine:
         stats = self.stats = EngineStats()
         total = scheduler.num_unfinished
         streams = {sample: self.intake.stream(sample) for group in samples for sample in group} if on_text else {}
+        ahead: Dispatch | None = None
         while scheduler.num_unfinished:
-            plan = scheduler.schedule()
-            for replica_samples in plan.running:
-                for sample in replica_samples:
-                    sample.started_s = time.perf_counter() if sample.started_s < 0 else sample.started_s
-            self._prefill(gen_params, plan)
-            self._copy_pages(plan)
-            self._decode(gen_params, plan.running)
+            dispatch = ahead or self._round(gen_params, scheduler.schedule())
+            following = scheduler.plan_ahead()
+            ahead = None if following is None else self._decode(gen_params, following, dispatch)
+            received = self._receive(gen_params, dispatch)
             if on_text is not None:
-                for sample in itertools.chain(*plan.running):
+                for sample in received:
                     self._show(sample, streams[sample], on_text)
             for replica in range(self.num_replicas):
                 for sample in scheduler.finish(replica):
@@ -284,12 +303,22 @@ class Engine:
                     stats.tokens += len(sample.tokens)
             if progress is not None:
                 progress(total - scheduler.num_unfinished, total)
+        if ahead is not None:  # of samples that have all ended: no token counts, but its time does
+            self._receive(gen_params, ahead)
         completions = [[self.intake.completion(sample) for sample in group] for group in samples]
         self._allocators = allocators
+        stats.host_s = self._clock.stop()
         stats.preemptions = scheduler.num_preemptions
         stats.found_tokens = scheduler.num_found_tokens
         stats.seconds = time.perf_counter() - start
         return completions
+
+    def _round(self, gen_params: Params, plan: Plan) -> Dispatch:
+        for sample in itertools.chain(*plan.running):
+            sample.started_s = time.perf_counter() if sample.started_s < 0 else sample.started_s
+        self._prefill(gen_params, plan)
+        self._copy_pages(plan)
+        return self._decode(gen_params, plan.running)
 
     def _show(self, sample: Sample, stream: TextStream, on_text: OnText) -> None:
         done = sample.finish_reason
@@ -314,10 +343,12 @@ class Engine:
         page_size = self.rollout.page_size
         packed = self._put(np.stack([rows.pack_prefill(row, num_tokens, page_size, self.num_pages) for row in pieces]))
         if not on_context:
-            self._pools = self._prefill_program(gen_params, self._pools, packed)
+            with self._clock.queueing():
+                self._pools = self._prefill_program(gen_params, self._pools, packed)
             return
         context = np.stack([rows.pack_context(row, self._buckets.context_pages, page_size) for row in pieces])
-        self._pools = self._prefill_on_context_program(gen_params, self._pools, packed, self._put(context))
+        with self._clock.queueing():
+            self._pools = self._prefill_on_context_program(gen_params, self._pools, packed, self._put(context))
 
     def _copy_pages(self, plan: Plan) -> None:
         if any(plan.copies):
@@ -329,21 +360,33 @@ class Engine:
         pairs[:, :, 1] = self.num_pages + np.arange(self.rollout.num_slots)[None, :]  # dropped
         for replica, of_replica in enumerate(copies):
             pairs[replica, : len(of_replica)] = np.asarray(of_replica, np.int32).reshape(-1, 2)
-        self._pools = self._copy_program(self._pools, self._put(pairs))
+        with self._clock.queueing():
+            self._pools = self._copy_program(self._pools, self._put(pairs))
 
-    def _decode(self, gen_params: Params, running: Sequence[Sequence[Sample]]) -> None:
-        """One decode dispatch; the samples receive its tokens."""
+    def _decode(self, gen_params: Params, running: list[list[Sample]], before: Dispatch | None = None) -> Dispatch:
+        """Queues a decode dispatch. ``before``: the last one, where it was not read yet (see `rows.pack_decode`)."""
         num_rows = self._buckets.decode_rows(max(len(samples) for samples in running))
         most_pages = max(len(sample.pages) for samples in running for sample in samples)
         num_columns = self._buckets.table_columns(most_pages)
-        steps, count, tokens, logprobs = self._run_decode(gen_params, running, num_rows, num_columns)
+        output = self._run_decode(gen_params, running, num_rows, num_columns, before)
+        return Dispatch(running, num_rows, output)
+
+    def _receive(self, gen_params: Params, dispatch: Dispatch) -> list[Sample]:
+        """Waits for a dispatch; its samples take their tokens and are returned. One that the dispatch before has ended
+        takes nothing: where a stop string did, which the device doesn't know, it has made more."""
+        with self._clock.waiting():
+            output = np.asarray(dispatch.output)
+        steps, count, tokens, logprobs = rows.unpack_tokens(output)
         self.stats.dispatches += 1
         self.stats.decode_steps += steps
-        if not count.any():
-            raise RuntimeError("a decode dispatch made no token: the scheduler and the device program disagree")
-        for replica, samples in enumerate(running):
-            for row, sample in enumerate(samples, start=replica * num_rows):
+        received = []
+        for replica, samples in enumerate(dispatch.running):
+            for row, sample in enumerate(samples, start=replica * dispatch.num_rows):
+                if sample.finish_reason:
+                    continue
                 made = count[row]
+                if not made:
+                    raise RuntimeError("a sample got no token: the scheduler and the device program disagree")
                 if not np.isfinite(logprobs[row, :made]).all():
                     dtype = gen_params["embed"]["weight"].dtype
                     raise RunStopped(
@@ -353,12 +396,29 @@ class Engine:
                         "resume from an earlier checkpoint."
                     )
                 sample.receive(tokens[row, :made].tolist(), logprobs[row, :made].tolist())
+                received.append(sample)
+        return received
 
-    def _run_decode(self, gen_params, running, num_rows: int, num_columns: int):
+    def _run_decode(
+        self, gen_params: Params, running, num_rows: int, num_columns: int, before: Dispatch | None = None
+    ) -> jax.Array:
         self._met("decode", num_rows, num_columns)
-        packed = [rows.pack_decode(samples, num_rows, num_columns) for samples in running]
-        self._pools, output = self._decode_program(gen_params, self._pools, self._put(np.concatenate(packed)))
-        return rows.unpack_tokens(np.asarray(output))
+        sources = [None] * self.num_replicas if before is None else before.running
+        packed = np.concatenate(
+            [
+                rows.pack_decode(samples, num_rows, num_columns, source)
+                for samples, source in zip(running, sources, strict=True)
+            ]
+        )
+        with self._clock.queueing():
+            self._pools, output, self._progress = self._decode_program(
+                gen_params, self._pools, self._put(packed), self._progress
+            )
+        return output
+
+    def _idle(self) -> bool:
+        """Whether all programs have ended: each returns the pools, which the next one takes."""
+        return self._pools is None or all(array.is_ready() for array in self._pools[0])
 
     def _put(self, array: np.ndarray) -> jax.Array:
         """To the devices, first dimension over replicas. Every process holds the same array and gives its part."""
@@ -390,7 +450,8 @@ class Engine:
         self._ensure_pools(gen_params)
         num_rows, num_columns = self._buckets.rows[-1], self._buckets.columns[-1]
         packed = np.zeros((self.num_replicas * num_rows, rows.decode_width(num_columns)), np.int32)
-        return self._decode_program.lower(gen_params, self._pools, self._put(packed)).compile().as_text()
+        arguments = (gen_params, self._pools, self._put(packed), self._progress)
+        return self._decode_program.lower(*arguments).compile().as_text()
 
 
 def _attention_of(rollout: RolloutConfig, mesh: Mesh, decoder: Decoder, dtype: Any) -> str:

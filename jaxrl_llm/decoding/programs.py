@@ -82,14 +82,14 @@ class Programs:
         return jax.tree.map(copy, pools)
 
     def decode(
-        self, gen_params: Params, pools: list[Pool], packed: Int[Array, "B W"]
-    ) -> tuple[list[Pool], Int[Array, "B w"]]:
+        self, gen_params: Params, pools: list[Pool], packed: Int[Array, "B W"], progress: Int[Array, "N 4"]
+    ) -> tuple[list[Pool], Int[Array, "B w"], Int[Array, "N 4"]]:
         """Up to ``tokens_per_dispatch`` tokens for each active row of ``packed`` (see `rows.DecodeRows`).
 
-        A row stops at a stop id or its token limit; the loop ends when all have. Returns the pools and the
-        tokens as `rows.pack_tokens` lays them out.
+        A row stops at a stop id or its token limit; the loop ends when all have. Returns the pools, the tokens as
+        `rows.pack_tokens` lays them out, and the ``progress`` that the next dispatch can go on from.
         """
-        inputs = rows.unpack_decode(packed)
+        inputs = rows.unpack_decode(packed, progress)
         num_rows = packed.shape[0]
         most = self.tokens_per_dispatch
         cache = self._cache(inputs.page_table)
@@ -139,7 +139,9 @@ class Programs:
         end = jax.lax.while_loop(unfinished, step, start)
         count = end["generated"] - inputs.sampling.generated
         pools = cache.close(end["cached"], pools, inputs.position, count)
-        return pools, rows.pack_tokens(end["step"], count, end["tokens"], end["logprobs"])
+        tokens = rows.pack_tokens(end["step"], count, end["tokens"], end["logprobs"])
+        at_end = (end[name] for name in ("active", "token", "position", "generated"))
+        return pools, tokens, rows.pack_progress(*at_end, num_slots=progress.shape[0])
 
     def _cache(self, page_table: Int[Array, "B M"]) -> PagedCache | GatheredCache:
         if self.attention == GATHERED:

@@ -22,7 +22,8 @@ from jaxrl_llm.decoding.scheduler import Prefill
 MAX_STOP_IDS = 16
 """Most ids that may end one response; a fixed width, so that no number of them compiles anew."""
 
-_COUNT_COLUMNS = ("active", "token", "position", "generated", "max_tokens", "min_tokens", "top_k")
+_PROGRESS_COLUMNS = ("active", "token", "position", "generated")
+_COUNT_COLUMNS = (*_PROGRESS_COLUMNS, "max_tokens", "min_tokens", "top_k", "source")
 _FLOAT_COLUMNS = ("temperature", "top_p", "min_p")
 _COLUMNS = (*_COUNT_COLUMNS, *_FLOAT_COLUMNS, "seed_0", "seed_1")
 _WIDTH = len(_COLUMNS) + MAX_STOP_IDS
@@ -40,13 +41,24 @@ class DecodeRows:
     page_table: Int[Array, "B M"]
 
 
+PROGRESS_WIDTH = len(_PROGRESS_COLUMNS)
+"""Columns of what a dispatch leaves on the device for the one after it, a row per slot; see `pack_progress`."""
+
+
 def decode_width(num_columns: int) -> int:
     """Columns of the packed matrix for a page table of ``num_columns``."""
     return _WIDTH + num_columns
 
 
-def pack_decode(samples: Sequence[Sample], num_rows: int, num_columns: int) -> np.ndarray:
-    """``int32 [num_rows, width]``: a row per sample, idle rows after them (greedy, so that they ask for nothing)."""
+def pack_decode(
+    samples: Sequence[Sample], num_rows: int, num_columns: int, before: Sequence[Sample] | None = None
+) -> np.ndarray:
+    """``int32 [num_rows, width]``: a row per sample, idle rows after them (greedy, so that they ask for nothing).
+
+    ``before``: the rows of the dispatch before, not read yet: each sample goes on where its row there will end, which
+    only the device knows. Without, samples go on from where they are here.
+    """
+    source = {} if before is None else {sample: row for row, sample in enumerate(before, start=1)}
     packed = np.zeros((num_rows, decode_width(num_columns)), np.int32)
     packed[:, _COLUMNS.index("top_p")] = np.float32(1.0).view(np.int32)
     packed[:, len(_COLUMNS) : _WIDTH] = -1
@@ -54,16 +66,22 @@ def pack_decode(samples: Sequence[Sample], num_rows: int, num_columns: int) -> n
         options = sample.sampling
         counts = [sample.last_token, sample.position, len(sample.tokens), sample.max_tokens, options.min_tokens]
         floats = np.array([options.temperature, options.top_p, options.min_p], np.float32)
-        row[:7] = [1, *counts, options.top_k]
-        row[7:10] = floats.view(np.int32)
-        row[10:12] = np.asarray(sample.seed, np.uint32).view(np.int32)
+        row[:8] = [1, *counts, options.top_k, 0 if before is None else source[sample]]
+        row[8:11] = floats.view(np.int32)
+        row[11:13] = np.asarray(sample.seed, np.uint32).view(np.int32)
         row[len(_COLUMNS) : len(_COLUMNS) + len(sample.stop_ids)] = sample.stop_ids
         row[_WIDTH : _WIDTH + len(sample.pages)] = sample.pages
     return packed
 
 
-def unpack_decode(packed: Int[Array, "B W"]) -> DecodeRows:
+def unpack_decode(packed: Int[Array, "B W"], progress: Int[Array, "N 4"]) -> DecodeRows:
+    """``progress`` is that of the dispatch before; row ``source - 1`` of it counts where ``source`` is not 0."""
     column = {name: packed[:, index] for index, name in enumerate(_COLUMNS)}
+    source = column["source"]
+    carried = progress.at[jnp.maximum(source - 1, 0)].get(mode="promise_in_bounds")
+    column |= {
+        name: jnp.where(source > 0, carried[:, index], column[name]) for index, name in enumerate(_PROGRESS_COLUMNS)
+    }
     floats = {name: jax.lax.bitcast_convert_type(column[name], jnp.float32) for name in _FLOAT_COLUMNS}
     seeds = packed[:, _COLUMNS.index("seed_0") : _COLUMNS.index("seed_1") + 1]
     sampling = SamplingRows(
@@ -84,6 +102,18 @@ def unpack_decode(packed: Int[Array, "B W"]) -> DecodeRows:
         sampling=sampling,
         page_table=packed[:, _WIDTH:],
     )
+
+
+def pack_progress(
+    active: Bool[Array, " B"],
+    token: Int[Array, " B"],
+    position: Int[Array, " B"],
+    generated: Int[Array, " B"],
+    num_slots: int,
+) -> Int[Array, "N 4"]:
+    """Where the rows of a dispatch ended. A row per slot however many the dispatch had, so that any can follow any."""
+    columns = jnp.stack([active.astype(jnp.int32), token, position, generated], axis=1)
+    return jnp.pad(columns, ((0, num_slots - columns.shape[0]), (0, 0)))
 
 
 def pack_tokens(

@@ -158,6 +158,27 @@ class Scheduler:
                 break
             budget -= self._advance(replica, job, budget, plan)
 
+    def plan_ahead(self) -> list[list[Sample]] | None:
+        """What decodes after the dispatch that is running and was not read yet, with its pages; None where that one
+        must be read first. The samples that it ends are among them: the device leaves those out.
+
+        While samples wait, nothing is planned ahead: a slot that the running dispatch frees would stay empty for a
+        dispatch. So a round planned ahead has no prompts to fill and no pages to copy either.
+        """
+        if self.groups or self.preempted or any(self.jobs):
+            return None
+        running = [[one for one in samples if one.remaining > self.tokens_per_dispatch] for samples in self.running]
+        needed = [
+            [max(self._pages_needed(one, dispatches=2) - len(one.pages), 0) for one in samples] for samples in running
+        ]
+        enough = all(sum(more) <= pool.num_free for more, pool in zip(needed, self.allocators, strict=True))
+        if not enough or not any(running):
+            return None
+        for samples, counts, allocator in zip(running, needed, self.allocators, strict=True):
+            for sample, count in zip(samples, counts, strict=True):
+                sample.pages += allocator.allocate(count) or []
+        return running
+
     def finish(self, replica: int) -> list[Sample]:
         """Removes and returns the replica's samples that have a ``finish_reason``, and frees their pages."""
         done = [sample for sample in self.running[replica] if sample.finish_reason]
@@ -168,10 +189,10 @@ class Scheduler:
 
     # -- Running samples -----------------------------------------------------------------------------------
 
-    def _pages_needed(self, sample: Sample) -> int:
-        """Pages to hold after the next dispatch; the response's very last token is never cached."""
+    def _pages_needed(self, sample: Sample, dispatches: int = 1) -> int:
+        """Pages to hold after so many more dispatches; the response's very last token is never cached."""
         last = len(sample.prompt) + sample.max_tokens - 1
-        return pages_for(min(sample.position + self.tokens_per_dispatch, last), self.page_size)
+        return pages_for(min(sample.position + dispatches * self.tokens_per_dispatch, last), self.page_size)
 
     def _extend_running(self, replica: int) -> bool:
         """Gives every running sample, oldest first, the pages of its next dispatch. False if some were preempted."""

@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.tensors import Index, differences
+from jaxrl_llm.models.tensors import Index, Shapes, differences
 
 INDEX = "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -81,9 +81,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def check_shapes(
-    source: str, kind: str, expected: dict[str, tuple[int, ...]], given: dict[str, tuple[int, ...]]
-) -> None:
+def check_shapes(source: str, kind: str, expected: Shapes, given: Shapes) -> None:
     """Raises UserError, naming each difference, unless ``given`` are exactly the ``expected`` tensors.
 
     Args:

@@ -25,7 +25,7 @@ class PhaseTimer:
         timer.metrics()      # {"time/generation_s": 1.2, "time/other_s": 0.1, "time/step_s": 1.3}
 
     A phase measures host time. Device work is counted where the host waits for it, so a phase that ends before its
-    result is needed must wait (``jax.block_until_ready``).
+    result is needed must wait (``jax.block_until_ready``). A profile shows the phases by name.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
@@ -41,7 +41,8 @@ class PhaseTimer:
         self._switch()
         self._running.append(phase)
         try:
-            yield
+            with jax.profiler.TraceAnnotation(phase):
+                yield
         finally:
             self._switch()
             self._running.pop()

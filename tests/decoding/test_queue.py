@@ -1,0 +1,360 @@
+"""Dispatches queued before the tokens of the last one are read: nobody can tell from what comes out."""
+
+import collections
+import itertools
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxrl_llm.config import MeshConfig
+from jaxrl_llm.decoding.host_clock import HostClock
+from jaxrl_llm.decoding.pages import PageAllocator, page_keys, pages_for
+from jaxrl_llm.decoding.request import SamplingParams
+from jaxrl_llm.decoding.sample import Sample
+from jaxrl_llm.decoding.scheduler import Scheduler
+from jaxrl_llm.decoding.stopping import StopStrings
+from jaxrl_llm.observability.timing import CompileCounter
+from tests.decoding.test_engine import Letters
+
+PAGE = 4
+STOP = 1
+
+
+class Ending(StopStrings):
+    """Stands for a stop string that is complete with the n-th token."""
+
+    def __init__(self, count):
+        self.left = count
+
+    def push(self, token):
+        self.left -= 1
+        return self.left == 0
+
+
+class Device:
+    """Runs programs in the order they are queued. Its places remember the text up to and with the token that they
+    cache; its rows go on from the host's tokens, or from where they ended."""
+
+    def __init__(self):
+        self.places = {}
+        self.progress = {}
+
+    def read(self, pages, position):
+        return self.places[pages[position // PAGE], position % PAGE]
+
+    def write(self, pages, text):
+        self.places[pages[(len(text) - 1) // PAGE], (len(text) - 1) % PAGE] = tuple(text)
+
+    def fill(self, plan):
+        for piece in plan.prefills[0]:
+            text = () if piece.start == 0 else self.read(piece.pages, piece.start - 1)
+            for token in piece.tokens.tolist():
+                text = (*text, token)
+                self.write(piece.pages, text)
+        for source, destination in plan.copies[0]:
+            for offset in range(PAGE):
+                self.places[destination, offset] = self.places.get((source, offset))
+
+    def decode(self, samples, most, ahead):
+        """The tokens of each sample, at most ``most``."""
+        before, self.progress, made = self.progress, {}, []
+        for sample in samples:
+            text, tokens = [*sample.prompt.tolist(), *sample.tokens], list(sample.tokens)
+            active = True
+            if ahead:
+                text, tokens, active = before[sample]
+            new = []
+            while active and len(new) < most:
+                for position in range(len(text) - 1):
+                    assert self.read(sample.pages, position) == tuple(text[: position + 1])
+                self.write(sample.pages, text)
+                token = STOP if len(tokens) + 1 == sample.seed[0] else 100 + 7 * sample.request + sample.index
+                text, tokens, new = [*text, token], [*tokens, token], [*new, token]
+                active = token not in sample.stop_ids and len(tokens) < sample.max_tokens
+            self.progress[sample] = text, tokens, active
+            made.append(new)
+        return made
+
+
+def make_samples(groups):
+    """Each sample ends at its limit, at a stop id after so many tokens, or at a stop string; 0 is never."""
+    return [
+        [
+            Sample(
+                request,
+                index,
+                np.arange(length, dtype=np.int32) + 100 * request,
+                SamplingParams(),
+                np.array([by_id, 0], np.uint32),
+                max_tokens=limit,
+                stop_ids=(STOP,),
+                stop_strings=Ending(by_string) if by_string else None,
+            )
+            for index, (limit, by_id, by_string) in enumerate(ends)
+        ]
+        for request, (length, ends) in enumerate(groups)
+    ]
+
+
+def serve(groups, num_slots, num_pages, most, queue):
+    """The loop of `Engine.generate`; returns the samples, the scheduler and how often a dispatch was queued ahead."""
+    samples = make_samples(groups)
+    allocator = PageAllocator(num_pages)
+    scheduler = Scheduler([allocator], num_slots=num_slots, page_size=PAGE, tokens_per_dispatch=most, prefill_tokens=9)
+    device = Device()
+    for group in samples:
+        scheduler.add(group)
+    ahead, queued = None, 0
+    while scheduler.num_unfinished:
+        if ahead is None:
+            plan = scheduler.schedule()
+            device.fill(plan)
+            ahead = plan.running[0], device.decode(plan.running[0], most, ahead=False)
+        (running, made), ahead = ahead, None
+        following = scheduler.plan_ahead() if queue else None
+        if following is not None:
+            queued += 1
+            ahead = following[0], device.decode(following[0], most, ahead=True)
+        for sample, new in zip(running, made, strict=True):
+            if not sample.finish_reason:
+                assert new
+                sample.receive(new, [0.0] * len(new))
+        scheduler.finish(0)
+    check_names(samples, allocator, device)
+    assert allocator.num_free == num_pages
+    return samples, scheduler, queued
+
+
+def check_names(samples, allocator, device):
+    """A page that has a name caches the tokens that the name stands for, and some sample's."""
+    texts = {
+        key: tuple(text[: (index + 1) * PAGE])
+        for group in samples
+        for sample in group
+        for text in [sample.cached_tokens().tolist()]
+        for index, key in enumerate(page_keys(np.asarray(text, np.int32), PAGE))
+    }
+    for key, page in allocator._pages.items():
+        assert device.places[page, PAGE - 1] == texts[key]
+
+
+ENDS = st.tuples(st.integers(1, 30), st.integers(0, 20), st.integers(0, 20))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    groups=st.lists(st.tuples(st.integers(1, 10), st.lists(ENDS, min_size=1, max_size=4)), min_size=1, max_size=4),
+    num_slots=st.integers(1, 6),
+    spare_pages=st.integers(0, 12),
+    most=st.integers(1, 6),
+)
+def test_random_traffic(groups, num_slots, spare_pages, most):
+    """Tokens, ends, preemptions and pages, in pools of any size, with limits, stop ids and stop strings.
+
+    Caught: TRIED
+    """
+    longest = max(length + limit for length, ends in groups for limit, _, _ in ends)
+    num_pages = pages_for(longest, PAGE) + 1 + spare_pages
+    plain, plainly, _ = serve(groups, num_slots, num_pages, most, queue=False)
+    queued, queueing, _ = serve(groups, num_slots, num_pages, most, queue=True)
+    for a, b in zip(itertools.chain(*plain), itertools.chain(*queued), strict=True):
+        assert (a.tokens, a.finish_reason) == (b.tokens, b.finish_reason)
+    assert queueing.num_preemptions == plainly.num_preemptions
+    assert queueing.num_found_tokens == plainly.num_found_tokens
+    if num_pages > sum(pages_for(length + limit, PAGE) + 1 for length, ends in groups for limit, _, _ in ends):
+        assert queueing.allocators[0]._pages.keys() == plainly.allocators[0]._pages.keys()
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_host_seconds_are_those_without_a_program():
+    """Caught: TRIED"""
+    clock, idle = Clock(), True
+    host = HostClock(lambda: idle, clock)
+    clock.now += 1  # before the first program
+    with host.queueing():
+        clock.now += 2  # its launch: nothing runs yet
+    idle = False
+    clock.now += 4  # beside it
+    with host.waiting():
+        clock.now += 8
+    idle = True
+    clock.now += 16  # after it, and before the next
+    with host.queueing():
+        pass
+    idle = False
+    with host.queueing():  # behind that one
+        clock.now += 32
+    idle = True
+    clock.now += 64  # both have ended some time in here
+    with host.waiting():
+        clock.now += 128
+    clock.now += 256
+    assert host.stop() == 1 + 2 + 16 + 64 + 256
+
+
+# -- The engine ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unqueued(monkeypatch):
+    """Turns queueing ahead off for what is called with it."""
+
+    def call(function, *arguments, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "plan_ahead", lambda self: None)
+            return function(*arguments, **options)
+
+    return call
+
+
+def events_of(engine, monkeypatch):
+    """Fills a list with "q" for each dispatch that is queued and "r" for each that is read."""
+    events = []
+
+    def noting(letter, function):
+        def call(*arguments):
+            events.append(letter)
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(engine, "_decode", noting("q", engine._decode))
+    monkeypatch.setattr(engine, "_receive", noting("r", engine._receive))
+    return events
+
+
+@pytest.fixture(scope="module")
+def one_slot(model, rollout):
+    """An engine that serves one sample at a time, and its parameters."""
+    return model.engine(rollout(num_slots=1))
+
+
+def test_the_next_dispatch_is_queued_before_the_last_is_read(one_slot, make_request, monkeypatch):
+    """Except while samples wait, or where no sample can go on. Caught: TRIED"""
+    engine, params = one_slot
+    events = events_of(engine, monkeypatch)
+    engine.generate(params, [make_request(5, n=1, max_tokens=12, ignore_eos=True)])
+    assert "".join(events) == "qqrqrr"
+    events.clear()
+    engine.generate(params, [make_request(5, n=2, max_tokens=12, ignore_eos=True)])
+    assert "".join(events) == "qrqrqr" + "qqrqrr"
+
+
+def random_requests(random, make_request):
+    """Groups that end at a limit, an id or a string."""
+    return [
+        make_request(
+            int(random.integers(1, 24)),
+            n=int(random.integers(1, 4)),
+            key=key,
+            max_tokens=int(random.integers(1, 36)),
+            temperature=float(random.choice([0.0, 1.0, 2.0])),
+            ignore_eos=bool(random.integers(2)),
+            stop=tuple("".join(random.choice(list("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), size)) for size in (1, 2, 2)),
+        )
+        for key in range(4)
+    ]
+
+
+@pytest.mark.parametrize(("replicas", "num_pages"), [(1, 20), (2, 30)])
+def test_nobody_can_tell(model, rollout, make_request, monkeypatch, unqueued, replicas, num_pages):
+    """Random traffic with and without queueing ahead, in pools where samples lose their pages: equal to the bit, the
+    text that is shown as it grows too.
+
+    Caught: TRIED
+    """
+    mesh = MeshConfig(data=replicas, fsdp=1, tensor=1, pipeline=1)
+    engine, params = model.engine(
+        rollout(num_slots=8, num_pages=num_pages, tokens_per_dispatch=3), mesh, tokenizer=Letters()
+    )
+    events = events_of(engine, monkeypatch)
+    ahead = stopped = preemptions = 0
+
+    def serve(requests):
+        shown = collections.defaultdict(str)
+
+        def show(request, index, text):
+            shown[request, index] += text
+
+        return engine.generate(params, requests, on_text=show), shown
+
+    for seed in range(5):
+        requests = random_requests(np.random.default_rng(seed), make_request)
+        plain, plainly_shown = unqueued(serve, requests)
+        assert "qq" not in "".join(events)
+        events.clear()
+        preempted = engine.stats.preemptions
+        queued, shown = serve(requests)
+        ahead += "".join(events).count("qq")
+        events.clear()
+        assert engine.stats.preemptions == preempted
+        assert all(allocator.num_free == num_pages for allocator in engine._allocators)
+        for number, (left, right) in enumerate(zip(plain, queued, strict=True)):
+            for index, (a, b) in enumerate(zip(left, right, strict=True)):
+                np.testing.assert_array_equal(a.token_ids, b.token_ids)
+                np.testing.assert_array_equal(a.logprobs, b.logprobs)
+                assert (a.text, a.finish_reason) == (b.text, b.finish_reason)
+                assert shown[number, index] == plainly_shown[number, index] == b.text
+                stopped += b.finish_reason == "stop"
+        assert engine.stats.tokens == sum(len(one.token_ids) for group in queued for one in group)
+        preemptions += preempted
+    assert ahead > 3 and stopped > 10 and preemptions > 0
+
+
+def test_work_of_the_host_between_dispatches_is_counted(one_slot, make_request):
+    """Of three rounds with nothing queued ahead. Caught: TRIED"""
+    engine, params = one_slot
+    requests = [make_request(3, n=3, max_tokens=5)]
+    for _ in range(2):  # the first compiles
+        engine.generate(params, requests)
+    before = engine.stats.host_s
+    engine.generate(params, requests, progress=lambda done, total: time.sleep(0.2))
+    stats = engine.stats
+    assert stats.dispatches == 3
+    assert 0.6 < stats.host_s < stats.seconds
+    assert before < 0.6
+
+
+def test_ragged_traffic(model, rollout, make_request):
+    """200 requests of random lengths, one to three samples each, in a pool for a few of them, after `warmup`: nothing
+    compiles, every response has its length, no page is lost, and company changes no token.
+
+    Caught: TRIED
+    """
+    random = np.random.default_rng(0)
+    requests = [
+        make_request(
+            int(random.integers(1, 40)),
+            n=int(random.integers(1, 4)),
+            key=key,
+            max_tokens=int(random.integers(1, 25)),
+            ignore_eos=True,
+        )
+        for key in range(200)
+    ]
+    engine, params = model.engine(rollout(num_slots=8, num_pages=40, tokens_per_dispatch=8, prefill_tokens=64))
+    engine.warmup(params)
+    with CompileCounter() as counter:
+        completions = engine.generate(params, requests)
+        assert counter.count == 0
+    stats = engine.stats
+    assert stats.preemptions > 0
+    assert [len(group) for group in completions] == [len(request.seeds) for request in requests]
+    for request, group in zip(requests, completions, strict=True):
+        for completion in group:
+            assert len(completion.token_ids) == request.sampling.max_tokens
+            assert completion.finish_reason == "length"
+    (allocator,) = engine._allocators
+    assert allocator.num_free == 40 and not any(allocator.holders(page) for page in range(40))
+    for index in range(0, 200, 25):
+        (alone,) = engine.generate(params, [requests[index]])
+        model.check_same(requests[index], alone, completions[index])
