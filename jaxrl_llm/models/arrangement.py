@@ -43,6 +43,11 @@ GENERATION_AXES: dict[str, Axes] = AXES | {
     "attention/qkv_bias": ("kv_heads", None, "head"),
     "mlp/gate_up": (None, "mlp", "embed"),
     "mlp/down": ("embed", "mlp"),
+    # Of quantized matrices: a scale for each output channel, which lies where the channel does.
+    "attention/qkv_scale": ("kv_heads", None, "head"),
+    "attention/o_scale": ("embed",),
+    "mlp/gate_up_scale": (None, "mlp"),
+    "mlp/down_scale": ("embed",),
 }
 """The same for the generation arrangement, whose layers are not stacked."""
 
