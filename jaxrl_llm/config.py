@@ -169,6 +169,14 @@ class RolloutConfig:
         "implementation of paged attention; a named one that can't run is an error. auto: gathered on CPUs, else the "
         "fastest kernel.",
     )
+    weight_dtype: str = option(
+        "compute",
+        "Of the matrices of layers when completions are sampled, evaluation included: the compute dtype, or 8 bits "
+        "with a scale for each output channel (a quarter of float32 in memory and moved). In 8 bits the sampler "
+        "differs from the trained policy by rounding; rollout/logprob_diff_mean says how much, and checks.* have no "
+        "bound unless one is given. float8 is e4m3fn.",
+        choices=("compute", "int8", "float8"),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,18 +341,22 @@ class ChecksConfig:
 
     logprob_diff_mean: float = option(
         -1.0,
-        "Of the mean; -1: 1e-4 in float32, 1e-2 in bfloat16, divided by a temperature below 1.",
+        "Of the mean; -1: 1e-4 in float32, 1e-2 in bfloat16, divided by a temperature below 1; none where "
+        "rollout.weight_dtype is not compute.",
         low=-1.0,
         infinite=True,
     )
     logprob_diff_max: float = option(
         -1.0,
-        "Of the largest; -1: 1e-2 in float32, divided by a temperature below 1, none in bfloat16.",
+        "Of the largest; -1: 1e-2 in float32, divided by a temperature below 1; none in bfloat16 or where "
+        "rollout.weight_dtype is not compute.",
         low=-1.0,
         infinite=True,
     )
 
-    def bounds(self, compute_dtype: str, temperature: float = 1.0) -> tuple[float, float]:
+    def bounds(
+        self, compute_dtype: str, temperature: float = 1.0, weight_dtype: str = "compute"
+    ) -> tuple[float, float]:
         """The bounds (mean, maximum) for a run that computes in ``float32`` or ``bfloat16``.
 
         Logits are divided by the temperature, and what they were rounded by with them. Greedy decoding (0) reports
@@ -354,6 +366,8 @@ class ChecksConfig:
         mean, largest = (
             bound / sharpened for bound in {"float32": (1e-4, 1e-2), "bfloat16": (1e-2, math.inf)}[compute_dtype]
         )
+        if weight_dtype != "compute":  # the sampler is another policy, as asked for
+            mean = largest = math.inf
         return (
             mean if self.logprob_diff_mean == -1 else self.logprob_diff_mean,
             largest if self.logprob_diff_max == -1 else self.logprob_diff_max,

@@ -3,7 +3,9 @@
 Three things differ between the layouts: the dtype (generation runs in the compute dtype), the arrangement
 (training scans stacked blocks; decoding walks separate layers with q/k/v and gate/up fused, which reads each
 weight once and copies none in the decode loop), and the sharding (`sharding.TRAINING` / `GENERATION`). They are
-changed in that order, because a cast first halves what has to move and an arrangement needs no communication.
+changed in that order, because a cast first halves what has to move and an arrangement needs no communication. Weights
+in 8 bits (``rollout.weight_dtype``) are made where a layer is arranged, so that a quarter moves; over devices that
+share an output channel, only its largest weight is exchanged first.
 
 A change walks the model layer by layer in buckets of `bucket_bytes`, so that the extra memory on top of both
 layouts is bounded by a bucket and one layer. Parameters that need none of the three are not copied: both layouts
@@ -27,6 +29,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.config import HybridEngineConfig
+from jaxrl_llm.models import low_precision
 from jaxrl_llm.models.arrangement import merge_trees, split_adapters
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.sharding import GENERATION, TRAINING, Layout
@@ -59,6 +62,10 @@ class HybridEngine:
 
     Args:
       dtype: of generation.
+      weight_dtype: of the matrices of layers, as in ``rollout.weight_dtype``.
+
+    Raises:
+      UserError: the devices don't have that format.
     """
 
     def __init__(
@@ -69,13 +76,20 @@ class HybridEngine:
         dtype: Any,
         training: Layout = TRAINING,
         generation: Layout = GENERATION,
+        weight_dtype: str = low_precision.COMPUTE,
     ):
+        low_precision.check_device(mesh, weight_dtype)
         self.decoder, self.mesh, self.config = decoder, mesh, config
         self.dtype = jnp.dtype(dtype)
+        self.weight_dtype = weight_dtype
         self.training, self.generation = training, generation
         plain = decoder.with_lora(None)
-        self._axes = plain.generation_axes()
-        self._arrange = self._make_arrange(plain.generation_layer, self._axes["layers"][0])
+        self._axes = plain.generation_axes(weight_dtype)
+
+        def layer_of(run: Params, index: int) -> Params:
+            return plain.generation_layer(run, index, weight_dtype)
+
+        self._arrange = self._make_arrange(layer_of, self._axes["layers"][0])
         if decoder.lora is not None:
             self._adapter_axes = split_adapters(decoder.generation_axes()["layers"][0])[1]
             self._arrange_adapters = self._make_arrange(decoder.generation_adapters, self._adapter_axes)
@@ -84,13 +98,14 @@ class HybridEngine:
         self.last: LayoutChange | None = None
 
     def _make_arrange(self, layer_of: Callable[[Params, int], Params], layer_axes: Any) -> Any:
-        """One layer out of a stacked run, cast and fused, still in the training layout: no communication."""
+        """One layer out of a stacked run, fused and cast or quantized, still in the training layout: no weight is
+        communicated."""
         out = self.training.shardings(self.mesh, layer_axes)
 
         @functools.partial(jax.jit, out_shardings=out)
         def arrange(run: Params, index: jax.Array) -> Params:
-            one = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1).astype(self.dtype), run)
-            return layer_of(one, 0)
+            one = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1), run)
+            return low_precision.cast_rest(layer_of(one, 0), self.dtype)  # rounded once, from the parameters
 
         return arrange
 
@@ -101,7 +116,7 @@ class HybridEngine:
           params: in the training layout, any float dtype; kept.
 
         Returns:
-          `Decoder.generation_params`' tree in the generation layout and dtype. It may share buffers with
+          `Decoder.generation_params`' tree in the generation layout and dtypes. It may share buffers with
           `params`; drop it before they are donated. With LoRA the base's arrays are those of the last call where
           `params` holds the very same base arrays as then, and `last` counts the adapters alone.
         """

@@ -54,7 +54,13 @@ class Rollout:
 
     @functools.cached_property
     def hybrid_engine(self) -> HybridEngine:
-        return HybridEngine(self.decoder, self.mesh, self.config.hybrid_engine, self.dtype)
+        return HybridEngine(
+            self.decoder,
+            self.mesh,
+            self.config.hybrid_engine,
+            self.dtype,
+            weight_dtype=self.config.rollout.weight_dtype,
+        )
 
     @functools.cached_property
     def engine(self) -> Engine:

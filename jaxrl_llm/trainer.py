@@ -471,7 +471,8 @@ class Trainer:
                 "the last checkpoint is good. Look at the rewards of this step (samples.jsonl), "
                 "at optimizer.learning_rate and optimizer.clip_norm, and in bfloat16 at dtype='float32'."
             )
-        bounds = self.config.checks.bounds(str(np.dtype(self.dtype)), self.config.rollout.temperature)
+        rollout = self.config.rollout
+        bounds = self.config.checks.bounds(str(np.dtype(self.dtype)), rollout.temperature, rollout.weight_dtype)
         for name, bound in zip(("rollout/logprob_diff_mean", "rollout/logprob_diff_max"), bounds, strict=True):
             if metrics.get(name, 0.0) > bound:
                 return (

@@ -42,6 +42,8 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
     yield from _model_conflicts(config)
     yield from _batch_conflicts(config)
     yield from _rollout_conflicts(config)
+    if training and _algorithms()[config.algorithm.name].generates and config.rollout.weight_dtype != "compute":
+        yield ("warning", _low_precision_warning(config))
     yield from _length_conflicts(config, training)
     if config.mesh.pipeline != 1:
         yield (
@@ -146,6 +148,19 @@ def _rollout_conflicts(config: RunConfig) -> Iterator[Problem]:
             "are of "
             "the full one, so the policy gradient is biased.",
         )
+
+
+def _low_precision_warning(config: RunConfig) -> str:
+    unbounded = [
+        name for name in ("logprob_diff_mean", "logprob_diff_max") if getattr(config.checks, name) in (-1, math.inf)
+    ]
+    bounds = f", and {' and '.join(f'checks.{name}' for name in unbounded)} set no bound" if unbounded else ""
+    return (
+        f"rollout.weight_dtype = {config.rollout.weight_dtype!r}: completions are written by a policy with weights "
+        f"rounded to 8 bits, not by the one that is trained{bounds}. Watch rollout/logprob_diff_mean, and consider "
+        "weighting tokens by the ratio of the two policies' probabilities (a rollout correction) where the algorithm "
+        "offers it."
+    )
 
 
 def _length_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:

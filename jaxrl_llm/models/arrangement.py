@@ -63,6 +63,11 @@ GENERATION_AXES: dict[str, Axes] = AXES | {
     "attention/qkv_lora_b": (None, "kv_heads", None, "head"),
     "mlp/gate_up_lora_a": ("embed", None, None),
     "mlp/gate_up_lora_b": (None, None, "mlp"),
+    # Of quantized matrices: a scale for each output channel, which lies where the channel does.
+    "attention/qkv_scale": ("kv_heads", None, "head"),
+    "attention/o_scale": ("embed",),
+    "mlp/gate_up_scale": (None, "mlp"),
+    "mlp/down_scale": ("embed",),
 }
 """The same for the generation arrangement, whose layers are not stacked."""
 

@@ -4,7 +4,8 @@ Parameters live in plain nested dicts (``decoder.py``); a block is bound to its 
 Two arrangements of the same weights run through the same code:
 
 - *training*: q, k, v, gate and up apart, as the optimizer, the checkpoint and the mesh see them;
-- *generation*: q, k, v in one array and gate, up in another, so that a decode step reads fewer, larger arrays.
+- *generation*: q, k, v in one array and gate, up in another, so that a decode step reads fewer, larger arrays; its
+  matrices may be quantized, with a scale beside each (``low_precision.py``).
 
 LoRA adapters (arXiv:2106.09685) are a branch beside a product, ``x W + scale (x A) B``: nothing of W's size is ever
 made of A and B, neither in the forward nor in the backward pass.
@@ -23,6 +24,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxrl_llm.models.config import Lora, ModelConfig
+from jaxrl_llm.models.low_precision import SCALE, product
 from jaxrl_llm.models.placement import place
 from jaxrl_llm.models.platform import compiles_for_cpu
 from jaxrl_llm.models.rope import rotate
@@ -34,6 +36,12 @@ RopeTables = tuple[Float[Array, "N h"], Float[Array, "N h"]]
 def normal(rngs: nnx.Rngs, shape: tuple[int, ...], scale: float) -> nnx.Param:
     """A float32 weight drawn from a normal distribution with this standard deviation."""
     return nnx.Param(jax.random.normal(rngs.params(), shape, jnp.float32) * scale)
+
+
+def _scale_of(module: nnx.Module, name: str) -> Array | None:
+    """The scale of a quantized matrix; None for one that is not."""
+    scale = getattr(module, name + SCALE, None)
+    return None if scale is None else scale[...]
 
 
 class RMSNorm(nnx.Module):
@@ -132,7 +140,7 @@ class Attention(Adapted):
     qkv: nnx.Param  # only in the fused arrangement
     qkv_bias: nnx.Param
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, fused: bool):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, fused: bool, quantized: bool):
         embed, heads, kv_heads, head = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_size
         self.group_size = config.group_size
         self.fused = fused
@@ -149,13 +157,17 @@ class Attention(Adapted):
             self.q_norm = RMSNorm(head, config.norm_eps)
             self.k_norm = RMSNorm(head, config.norm_eps)
         self.o = normal(rngs, (heads, head, embed), config.init_scale)
+        if quantized:
+            self.qkv_scale = nnx.Param(jnp.ones(shapes["qkv"][1:], jnp.float32))
+            self.o_scale = nnx.Param(jnp.ones((embed,), jnp.float32))
 
     def __call__(self, x: Float[Array, "N D"], rope: RopeTables, attend: Attend) -> Float[Array, "N D"]:
         q, k, v = self.project_fused(x) if self.fused else self.project(x)
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
         attended = attend(rotate(q, rope), rotate(k, rope), v)
-        output = jnp.einsum("nih,ihd->nd", attended, self.o[...])
+        scale = _scale_of(self, "o")
+        output = product("nih,ihd->nd", attended, self.o[...], None if scale is None else scale[None])
         return self.adapted("o", output, attended)
 
     def project(self, x: Float[Array, "N D"]) -> tuple[Array, Array, Array]:
@@ -169,7 +181,8 @@ class Attention(Adapted):
 
     def project_fused(self, x: Float[Array, "N D"]) -> tuple[Array, Array, Array]:
         """The same from one product; per key/value head: its query heads, its key, its value."""
-        value = jnp.einsum("nd,dkgh->nkgh", x, self.qkv[...])
+        scale = _scale_of(self, "qkv")
+        value = product("nd,dkgh->nkgh", x, self.qkv[...], None if scale is None else scale[None])
         value = self.adapted("qkv", value, x)
         if self.biased:
             value += self.qkv_bias[...][None]
@@ -185,12 +198,15 @@ class MLP(Adapted):
     ``down [D, F]``: with few tokens the weights are then the streamed left operand of the product.
     """
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, fused: bool):
+    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, fused: bool, quantized: bool):
         embed, hidden = config.hidden_size, config.intermediate_size
         self.fused = fused
         if fused:
             self.gate_up = normal(rngs, (2, hidden, embed), config.init_scale)
             self.down = normal(rngs, (embed, hidden), config.init_scale)
+            if quantized:
+                self.gate_up_scale = nnx.Param(jnp.ones((2, hidden), jnp.float32))
+                self.down_scale = nnx.Param(jnp.ones((embed,), jnp.float32))
         else:
             self.gate = normal(rngs, (embed, hidden), config.init_scale)
             self.up = normal(rngs, (embed, hidden), config.init_scale)
@@ -201,17 +217,21 @@ class MLP(Adapted):
             gate, up = (self.adapted(name, x @ getattr(self, name)[...], x) for name in ("gate", "up"))
             hidden = place(_swiglu(gate, up), "rows", "mlp")
             return self.adapted("down", hidden @ self.down[...], hidden)
+        gate_up, down = (_scale_of(self, name) for name in ("gate_up", "down"))
         if not compiles_for_cpu():
-            gate, up = self._adapted_gate_up(jnp.einsum("nd,cfd->cnf", x, self.gate_up[...]), x, "cnf")
+            scale = None if gate_up is None else gate_up[:, None]
+            gate, up = self._adapted_gate_up(product("nd,cfd->cnf", x, self.gate_up[...], scale), x, "cnf")
             hidden = jax.nn.silu(gate) * up
-            return self.adapted("down", jnp.einsum("nf,df->nd", hidden, self.down[...]), hidden)
+            output = product("nf,df->nd", hidden, self.down[...], None if down is None else down[None])
+            return self.adapted("down", output, hidden)
         # On XLA:CPU a product W @ x.T packs only the small x.T. The barriers keep XLA from rewriting it into the
         # slow transposed form (a decode step of a 135M model at 64 sequences: 77 ms without, 73 ms with).
         columns = jax.lax.optimization_barrier(x.T)
-        gate, up = self._adapted_gate_up(jnp.einsum("cfd,dn->cfn", self.gate_up[...], columns), x, "cfn")
+        both = product("cfd,dn->cfn", self.gate_up[...], columns, None if gate_up is None else gate_up[..., None])
+        gate, up = self._adapted_gate_up(both, x, "cfn")
         hidden = jax.nn.silu(gate) * up
-        output = jax.lax.optimization_barrier(self.down[...] @ hidden).T
-        return self.adapted("down", output, hidden.T)
+        output = product("df,fn->dn", self.down[...], hidden, None if down is None else down[:, None])
+        return self.adapted("down", jax.lax.optimization_barrier(output).T, hidden.T)
 
     def _adapted_gate_up(self, value: Array, x: Float[Array, "N D"], order: str) -> Array:
         """The same as ``adapted``; ``order`` names the axes of ``value``."""
@@ -223,11 +243,18 @@ class MLP(Adapted):
 class Block(nnx.Module):
     """One layer: attention and MLP, each behind a norm and added to its input."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs, fused: bool = False, lora: Lora | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        rngs: nnx.Rngs,
+        fused: bool = False,
+        lora: Lora | None = None,
+        quantized: bool = False,
+    ):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.attention = Attention(config, rngs, fused)
+        self.attention = Attention(config, rngs, fused, quantized)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config, rngs, fused)
+        self.mlp = MLP(config, rngs, fused, quantized)
         if lora is not None:  # last, so that adapters change no other number of a fresh model
             for module, shapes in zip((self.attention, self.mlp), _adapter_shapes(config, lora, fused), strict=True):
                 module.add_adapters(shapes, lora.scale, rngs)

@@ -31,7 +31,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels.row_attention.api import NO_WINDOW, row_attention
 from jaxrl_kernels.token_logprobs.api import token_logprobs
-from jaxrl_llm.models import arrangement
+from jaxrl_llm.models import arrangement, low_precision
 from jaxrl_llm.models.blocks import Block, RMSNorm
 from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.placement import gather_layer, place, splitting_axes
@@ -211,31 +211,34 @@ class Decoder:
 
     # --- generation -------------------------------------------------------------------------------------------
 
-    def generation_layer(self, run_params: Params, index: int) -> Params:
+    def generation_layer(self, run_params: Params, index: int, weight_dtype: str = low_precision.COMPUTE) -> Params:
         """Layer ``index`` of a stacked run in the generation arrangement (``arrangement.GENERATION_AXES``)."""
         base, adapters = arrangement.split_adapters(run_params)
         layer = arrangement.fuse_layer(jax.tree.map(lambda leaf: leaf[index], base))
+        if weight_dtype != low_precision.COMPUTE:
+            layer = low_precision.quantize_layer(layer, weight_dtype)
         return arrangement.merge_trees(layer, self.generation_adapters(adapters, index))
 
     def generation_adapters(self, run_adapters: Params, index: int) -> Params:
         """The adapters alone of layer ``index`` of a stacked run, in the generation arrangement."""
         return arrangement.fuse_adapters(jax.tree.map(lambda leaf: leaf[index], run_adapters), self.config)
 
-    def generation_params(self, params: Params) -> Params:
+    def generation_params(self, params: Params, weight_dtype: str = low_precision.COMPUTE) -> Params:
         """Every parameter in the generation arrangement: ``{'embed', 'layers': [L dicts], 'final_norm', 'lm_head'?}``.
 
-        Pure and jittable; in the dtype given.
+        Pure and jittable; in the dtype given, but for the matrices of layers where ``weight_dtype`` (as in
+        ``rollout.weight_dtype``) names another: see ``low_precision.py``.
         """
         layers = [
-            self.generation_layer(params["blocks"][name], index)
+            self.generation_layer(params["blocks"][name], index, weight_dtype)
             for name, run in self.runs.items()
             for index in range(len(run))
         ]
         return {**{name: value for name, value in params.items() if name != "blocks"}, "layers": layers}
 
-    def generation_axes(self) -> Params:
+    def generation_axes(self, weight_dtype: str = low_precision.COMPUTE) -> Params:
         """Logical axes of :meth:`generation_params`, in the same structure."""
-        tree = jax.eval_shape(self.generation_params, self.abstract_params())
+        tree = jax.eval_shape(lambda params: self.generation_params(params, weight_dtype), self.abstract_params())
         return arrangement.axes_of(tree, arrangement.GENERATION_AXES)
 
     def generation_hidden(
@@ -269,7 +272,8 @@ class Decoder:
     # --- pieces -----------------------------------------------------------------------------------------------
 
     def _block(self, params: Params, fused: bool) -> Block:
-        return nnx.merge(_block_definition(self.config, fused, self.lora), params)
+        quantized = low_precision.is_quantized(params)
+        return nnx.merge(_block_definition(self.config, fused, self.lora, quantized), params)
 
     def _embed(self, params: Params, tokens: Int[Array, "*n"]) -> Float[Array, "*n D"]:
         table = place(params["embed"]["weight"], "vocab", None)
@@ -281,9 +285,9 @@ class Decoder:
 
 
 @functools.cache
-def _block_definition(config: ModelConfig, fused: bool, lora: Lora | None) -> nnx.GraphDef:
+def _block_definition(config: ModelConfig, fused: bool, lora: Lora | None, quantized: bool) -> nnx.GraphDef:
     """The block without its values: what ``nnx.merge`` binds a dict of parameters to."""
-    return nnx.split(nnx.eval_shape(lambda: Block(config, nnx.Rngs(0), fused, lora)))[0]
+    return nnx.split(nnx.eval_shape(lambda: Block(config, nnx.Rngs(0), fused, lora, quantized)))[0]
 
 
 @functools.cache
