@@ -22,9 +22,10 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.classifier import CLASSIFIERS, architecture_of, load_classifier
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.encoder import Encoder
-from jaxrl_llm.models.encoder_loading import ENCODERS, load_encoder
+from jaxrl_llm.models.encoder_loading import ENCODERS, encoder_config, load_encoder
 from jaxrl_llm.models.labels import Labels
 from jaxrl_llm.models.loading import read_hf_config, resolve_path
+from jaxrl_llm.models.registry import config_from_hf
 from jaxrl_llm.models.value_head import last_columns
 from jaxrl_llm.rewards.score_inputs import ScoreInput, choose_template, score_inputs
 from jaxrl_llm.sharding import TRAINING, batch_sharding, batch_shards, replicated
@@ -87,13 +88,25 @@ class ModelScorer:
                 f"The reward model has max_tokens = {max_tokens} and batch_tokens = {batch_tokens}; both must be at "
                 "least 1."
             )
+        if architecture in ENCODERS:
+            longest = encoder_config(hf, str(local)).max_position
+        else:
+            longest = config_from_hf({**hf, "architectures": [CLASSIFIERS[architecture]]}, str(local)).max_position
+        if max_tokens > longest:
+            raise UserError(
+                f"The reward model's max_tokens is {max_tokens}, but {str(path)!r} reads at most {longest} tokens. "
+                "Lower it."
+            )
         labels = Labels.from_hf(hf)
         labels.check(label, output)
         self._tokenizer = load_tokenizer(local)
         self._template = choose_template(self._tokenizer, template, is_encoder=architecture in ENCODERS)
+        self._uses_types = False
         if architecture in ENCODERS:
             model, self._params = load_encoder(local, sharding=None if mesh is None else replicated(mesh), dtype=dtype)
             logits = functools.partial(_encoder_logits, model)
+            takes_types = "token_type_ids" in self._tokenizer.model_input_names
+            self._uses_types = takes_types and model.config.type_vocab_size > 1
         else:
             model, self._params = load_classifier(
                 local,
@@ -104,22 +117,12 @@ class ModelScorer:
                 several_labels=True,
             )
             logits = functools.partial(_decoder_logits, model)
-        if max_tokens > model.config.max_position:
-            raise UserError(
-                f"The reward model's max_tokens is {max_tokens}, but {str(path)!r} reads at most "
-                f"{model.config.max_position} tokens. Lower it."
-            )
 
         def scores(params: Params, tokens: Array, types: Array, lengths: Array) -> Array:
             return labels.scores(logits(params, tokens, types, lengths), label, output)
 
         self._scores = jax.jit(scores, out_shardings=None if mesh is None else replicated(mesh))
         self._config, self._mesh, self._max_tokens = model.config, mesh, max_tokens
-        self._uses_types = (
-            architecture in ENCODERS
-            and model.config.type_vocab_size > 1
-            and "token_type_ids" in self._tokenizer.model_input_names
-        )
         shards = 1 if mesh is None else batch_shards(mesh)
         self._rows = {
             tokens: growing(shards, max(batch_tokens // tokens // shards, 1) * shards, factor=4)
