@@ -36,10 +36,10 @@ class Buckets:
         few = (1, rollout.num_slots // 4) if rollout.num_slots >= _FEW_ROWS_FROM else ()
         return cls(
             rows=(*few, rollout.num_slots),
-            columns=_growing(
+            columns=growing(
                 pages_for(_SMALLEST_TABLE_TOKENS, rollout.page_size), pages_for(context, rollout.page_size), factor=2
             ),
-            prefill_tokens=_growing(_SMALLEST_PREFILL_TOKENS, most_prefill, factor=4),
+            prefill_tokens=growing(_SMALLEST_PREFILL_TOKENS, most_prefill, factor=4),
             context_pages=2 * pages_for(context, rollout.page_size),
         )
 
@@ -53,7 +53,8 @@ class Buckets:
         return self.prefill_tokens[bisect.bisect_left(self.prefill_tokens, count)]
 
 
-def _growing(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
+def growing(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
+    """``smallest`` times powers of ``factor`` while below ``largest``, then ``largest`` itself."""
     sizes = [min(smallest, largest)]
     while sizes[-1] < largest:
         sizes.append(min(factor * sizes[-1], largest))

@@ -138,11 +138,11 @@ class Encoder:
         else:
             positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
         types = jnp.zeros_like(tokens) if token_types is None else token_types
-        x = sum(
+        word, kind, position = (
             jnp.take(params[name], ids, axis=0, mode="clip")
             for name, ids in (("word", tokens), ("type", types), ("position", positions))
         )
-        return self._norm(x, params["norm"])
+        return self._norm(word + kind + position, params["norm"])
 
     def _layer(self, x: Float[Array, "N T D"], params: Params, bias: Float[Array, "N 1 1 T"]) -> Float[Array, "N T D"]:
         heads = self.config.num_heads
