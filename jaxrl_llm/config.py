@@ -267,6 +267,27 @@ class RewardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class RewardModelConfig:
+    """A model whose score of an answer is a term of the reward, beside those of `rewards`."""
+
+    path: str = option(
+        "", "A sequence classifier: of a decoder family, BERT or RoBERTa; folder or hub id. Empty: none."
+    )
+    weight: float = option(1.0, "Factor in the sum.")
+    max_tokens: int = option(1024, "Longer texts lose the beginning of their prompt.", low=1, unit="tokens")
+    batch_tokens: int = option(8192, "Padded tokens scored at once.", low=1, unit="tokens")
+    template: str = option(
+        "auto",
+        "How prompt and answer become a text: its tokenizer's chat template, a pair of sentences, or one after the "
+        "other. auto: the template where there is one, a pair for BERT and RoBERTa.",
+        choices=("auto", "chat", "pair", "concat"),
+    )
+    output: str = option("logit", "The score: the label's logit or its probability.", choices=("logit", "probability"))
+    label: int = option(-1, "Index of the label that is the score, of a model with several; -1: its only one.", low=-1)
+    failure_score: float = option(0.0, "In place of a score that is not finite.")
+
+
+@dataclasses.dataclass(frozen=True)
 class RewardRunnerConfig:
     """The worker processes that rewards run in."""
 
@@ -404,6 +425,7 @@ class RunConfig:
     reference: ReferenceConfig = option(ReferenceConfig, "")
     teacher: TeacherConfig = option(TeacherConfig, "")
     rewards: dict[str, RewardConfig] = option(dict, "Terms of the reward, by any name.")
+    reward_model: RewardModelConfig = option(RewardModelConfig, "")
     reward_runner: RewardRunnerConfig = option(RewardRunnerConfig, "")
     mesh: MeshConfig = option(MeshConfig, "")
     hybrid_engine: HybridEngineConfig = option(HybridEngineConfig, "")
@@ -458,9 +480,14 @@ def resolve(
     evaluation = run.eval
     if len(run.rewards) == 1:
         evaluation = dataclasses.replace(evaluation, accuracy_reward=next(iter(run.rewards)))
+    elif not run.rewards and run.reward_model.path:
+        evaluation = dataclasses.replace(evaluation, accuracy_reward=REWARD_MODEL)
     run = dataclasses.replace(run, training=rows, tokenizer=tokenizer, eval=evaluation)
     return run if device_count is None else with_mesh(run, device_count)
 
+
+REWARD_MODEL = "reward_model"
+"""The name of the reward model's score among the rewards."""
 
 LONG_ROW_TOKENS = 8192
 """Rows are as long as a micro-batch allows, up to this. Attention meets only what can be seen, so a long row costs no
@@ -469,8 +496,18 @@ more than short ones, fills better and shares more prompts; beyond it, finding w
 
 def default_row_tokens(config: RunConfig) -> int:
     """`training.row_tokens` where it is not given."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return max(longest, min(config.training.micro_batch_tokens, LONG_ROW_TOKENS))
+    return max(longest_block(config), min(config.training.micro_batch_tokens, LONG_ROW_TOKENS))
+
+
+def longest_sequence(config: RunConfig) -> int:
+    """Most tokens of one sequence."""
+    entry = _algorithm(config.algorithm.name)
+    return entry.longest(config.algorithm.options, config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+
+
+def longest_block(config: RunConfig) -> int:
+    """Most tokens that must stand together in one row: a sequence, or two that are compared."""
+    return longest_sequence(config) * (2 if _algorithm(config.algorithm.name).compares else 1)
 
 
 def with_mesh(config: RunConfig, device_count: int) -> RunConfig:

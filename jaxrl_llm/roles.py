@@ -24,7 +24,7 @@ from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm import update
 from jaxrl_llm.algorithms.interface import Algorithm, Role
 from jaxrl_llm.checkpoint import Checkpoints
-from jaxrl_llm.config import RunConfig
+from jaxrl_llm.config import RunConfig, longest_sequence
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import lora as adapters
 from jaxrl_llm.models.classifier import load_classifier
@@ -120,13 +120,13 @@ class RoleBuilder:
         states: dict[str, RoleState] = {}
         # The main role takes the first parameters over, so the others copy them before.
         for role in sorted(roles, key=lambda role: role == main):
-            models[role.name], states[role.name] = self._make(role, last=role == main)
+            models[role.name], states[role.name] = self._make(role, models, last=role == main)
         del self.start
         return models, states
 
     # --- one role ---------------------------------------------------------------------------------------------
 
-    def _make(self, role: Role, last: bool) -> tuple[Model, RoleState]:
+    def _make(self, role: Role, models: dict[str, Model], last: bool) -> tuple[Model, RoleState]:
         decoder, params, own = self._parameters(role, last)
         if role.head != "tokens" and "value_head" not in params:
             headed = add_value_head(decoder, params)
@@ -137,6 +137,9 @@ class RoleBuilder:
             decoder = decoder.with_lora(self.lora)
             base, params = self._split(decoder, params, role)
         forward = self._forward(decoder, role)
+        divergence = self.algorithm.divergence(self.options)
+        if divergence is not None and role.trained and divergence.role in models:
+            forward = dataclasses.replace(forward, divergence=divergence, teacher=models[divergence.role].forward)
         if not trained:
             return Model(role, forward, None, saved=own or role.trained, _mesh=self.mesh), RoleState(params, base=base)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
@@ -244,8 +247,7 @@ def pack_lengths(config: RunConfig, algorithm: Algorithm) -> tuple[int, int]:
     per_prompt = config.rollout.samples_per_prompt if algorithm.generates else 1
     if algorithm.data == "preference":
         per_prompt = 2
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return config.training.mini_batch_size * per_prompt, longest
+    return config.training.mini_batch_size * per_prompt, longest_sequence(config)
 
 
 def mean_or_max(found: list[dict[str, float]]) -> dict[str, float]:

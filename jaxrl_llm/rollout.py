@@ -13,12 +13,14 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxrl_llm.config import RunConfig
+from jaxrl_llm.config import REWARD_MODEL, RunConfig, longest_sequence
 from jaxrl_llm.decoding.engine import Engine, OnText
 from jaxrl_llm.decoding.request import Request, SamplingParams, sample_seeds
 from jaxrl_llm.hybrid_engine import HybridEngine
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.observability.timing import PhaseTimer
+from jaxrl_llm.rewards.combine import RewardResult, weighted_sum
+from jaxrl_llm.rewards.model_scorer import ModelScorer
 from jaxrl_llm.rewards.pool import RewardRunner
 from jaxrl_llm.types import Completion, Example, Params, Rollouts
 
@@ -64,13 +66,26 @@ class Rollout:
 
     @functools.cached_property
     def engine(self) -> Engine:
-        longest = self.config.data.max_prompt_tokens + self.config.rollout.max_new_tokens
-        context = min(longest, self.decoder.config.max_position)
+        context = min(longest_sequence(self.config), self.decoder.config.max_position)
         return Engine(self.decoder, self.mesh, self.config.rollout, self.tokenizer, context=context, dtype=self.dtype)
 
     @functools.cached_property
     def reward_runner(self) -> RewardRunner:
         return self._make_scorer()
+
+    @functools.cached_property
+    def reward_model(self) -> ModelScorer:
+        settings = self.config.reward_model
+        return ModelScorer(
+            settings.path,
+            max_tokens=settings.max_tokens,
+            batch_tokens=settings.batch_tokens,
+            template=settings.template,
+            output=settings.output,
+            label=None if settings.label < 0 else settings.label,
+            dtype=self.dtype,
+            mesh=self.mesh,
+        )
 
     def complete(
         self,
@@ -110,7 +125,7 @@ class Rollout:
             Request(
                 example.prompt_ids,
                 sampling,
-                sample_seeds(self.config.seed, step, draw * 2**64 + example.epoch * 2**32 + example.row, samples),
+                sample_seeds(self.config.seed, step, _prompt_key(example, draw), samples),
             )
             for example in examples
         ]
@@ -140,16 +155,12 @@ class Rollout:
         texts = [completion.text for completion in completions]
         owners = [examples[index] for index in group.tolist()]
         with timer("reward"):
-            scored = self.reward_runner.score(
-                [owner.prompt for owner in owners],
-                texts,
-                [owner.answer for owner in owners],
-                [dict(owner.metadata) for owner in owners],
-            )
+            scored = self._score(owners, texts)
         lengths = np.array([len(completion.token_ids) for completion in completions])
         seconds = max(timer.seconds.get("generation", 0.0), 1e-9)
         metrics = {
             **_reward_metrics(scored.total, scored.components),
+            **self._reward_model_metrics(),
             "reward/failures": float(scored.failures),
             "response/length_mean": float(lengths.mean()),
             "response/length_max": float(lengths.max()),
@@ -175,11 +186,46 @@ class Rollout:
             metrics=metrics,
         )
 
+    def _score(self, owners: Sequence[Example], texts: Sequence[str]) -> RewardResult:
+        """What the reward functions and the reward model say; a run without either has no scores (NaN)."""
+        result = RewardResult(np.full(len(texts), np.nan, np.float32), {}, 0, [])
+        if self.config.rewards:
+            result = self.reward_runner.score(
+                [owner.prompt for owner in owners],
+                texts,
+                [owner.answer for owner in owners],
+                [dict(owner.metadata) for owner in owners],
+            )
+        settings = self.config.reward_model
+        if not settings.path:
+            return result
+        scores = self.reward_model.score(
+            [owner.prompt if owner.question is None else owner.question for owner in owners], texts
+        )
+        failed = np.isnan(scores)
+        scores = np.where(failed, np.float32(settings.failure_score), scores)
+        components = {**result.components, REWARD_MODEL: scores}
+        total = weighted_sum(
+            {"functions": result.total, REWARD_MODEL: scores}, {"functions": 1.0, REWARD_MODEL: settings.weight}
+        )
+        return RewardResult(total, components, result.failures + int(failed.sum()), result.failure_messages)
+
+    def _reward_model_metrics(self) -> dict[str, float]:
+        if not self.config.reward_model.path:
+            return {}
+        told = self.reward_model.metrics
+        return {f"reward_model/{name}": told[name] for name in ("cut_prompts", "cut_completions", "failures")}
+
     def close(self) -> None:
         """Ends the reward workers if there are any; the next use starts them again."""
         runner = self.__dict__.pop("reward_runner", None)
         if runner is not None:
             runner.close()
+
+
+def _prompt_key(example: Example, draw: int) -> int:
+    """Tells apart the prompts of a run whose samples must differ; see `sample_seeds`."""
+    return draw * 2**96 + example.sample * 2**64 + example.epoch * 2**32 + example.row
 
 
 def _reward_metrics(total: np.ndarray, components: dict[str, np.ndarray]) -> dict[str, float]:

@@ -102,7 +102,7 @@ class Trainer:
         # Every check that needs no weights has passed: only now is the folder taken and memory used.
         self.workdir = None if workdir is None or read_only else Workdir(workdir, config)
         self._scorer = functools.partial(RewardRunner, config.rewards, config.reward_runner, extra=rewards)
-        if self.algorithm.generates and not read_only:
+        if config.rewards and self.algorithm.generates and not read_only:
             self._scorer().close()  # a reward that can't be found or started is an error now, not after a rollout
         self.dtype = _compute_dtype(config.dtype, self.mesh)
         updates = _updates_per_step(config) * self.total_steps
@@ -116,6 +116,8 @@ class Trainer:
             config.training.row_tokens, config.training.micro_batch_tokens, batch_shards(self.mesh)
         )
         self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, self._scorer)
+        if config.reward_model.path and not read_only:
+            _ = self.rollout.reward_model  # one that can't be read is an error now, not after a rollout
         self.checkpoints = None
         if workdir is not None and (not read_only or pathlib.Path(workdir, "checkpoints").is_dir()):
             self.checkpoints = Checkpoints(pathlib.Path(workdir), config.checkpoint, read_only=read_only)
@@ -208,6 +210,7 @@ class Trainer:
         shared = {id(sequences): sequences for sequences in prepared.values()}
         roles = {key: [name for name, sequences in prepared.items() if id(sequences) == key] for key in shared}
         size = self.config.training.mini_batch_size
+        divergence = self.algorithm.divergence(self.options)
         batches = [
             (key, members) for key, sequences in shared.items() for members in packing.mini_batches(sequences, size)
         ]
@@ -229,6 +232,7 @@ class Trainer:
                             jnp.int32(batch.num_micro_batches),
                             jnp.float32(batch.denominator),
                             old_is_actor=part.old_logprobs is None,
+                            teacher=None if divergence is None else self.roles[divergence.role].whole,
                         )
                         values = {metric: float(value) for metric, value in jax.device_get(metrics).items()}
                     (found if batch.num_micro_batches else empty).setdefault(name, []).append(values)
@@ -342,6 +346,7 @@ class Trainer:
                 uid=f"{row}@{epoch}",
                 prompt=text,
                 prompt_ids=ids,
+                question=prompts[row],
                 answer=None if answers is None else answers[row],
                 row=row,
                 epoch=epoch,
@@ -417,11 +422,18 @@ class Trainer:
             batch_size=self.config.train_batch_size,
             seed=self.config.seed,
             max_response_tokens=None if self.algorithm.generates else self.config.rollout.max_new_tokens,
+            kind=self.algorithm.data,
         )
 
     def _read_eval_examples(self) -> list[Example]:
         data = self.config.data
-        examples, _ = load_examples(data, self.tokenizer, data.eval, max_prompt_tokens=data.max_prompt_tokens)
+        examples, _ = load_examples(
+            data,
+            self.tokenizer,
+            data.eval,
+            max_prompt_tokens=data.max_prompt_tokens,
+            kind="prompt" if self.algorithm.evaluate is None else self.algorithm.data,
+        )
         return examples[: self.config.eval.max_rows] if self.config.eval.max_rows else examples
 
     def _agree(self, flag: bool) -> bool:

@@ -60,7 +60,11 @@ class Example:
       metadata: every other column of the row, given to rewards.
       response_ids: token ids ``[t]`` of the completion to imitate, EOS included; None unless the data
         has one (SFT).
+      question: the prompt as it was given, text or chat, before any template; None where it is `prompt`.
+      own_tokens: how many of the last tokens are this row's prompt where the others are an episode's earlier turns; 0
+        where all are.
       row: index of the row in its file, which with the epoch fixes the sampling randomness.
+      sample: of the turn before, which tells prompts of one row apart.
       epoch: which pass over the data this is, from 0.
     """
 
@@ -72,6 +76,9 @@ class Example:
     response_ids: np.ndarray | None = None
     row: int = 0
     epoch: int = 0
+    question: Any = None
+    own_tokens: int = 0
+    sample: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +117,7 @@ class Rollouts:
         loss and denominators.
       components: per reward name, ``[N]`` float32 unweighted, NaN where it does not apply.
       metrics: counts and seconds gathered on the way, by metric name.
+      turns: of several agents, those of each in the order they wrote, these last ones included; else empty.
       baselines: ``[B]`` float32, a reward of each prompt that the samples' are compared with; None without.
     """
 
@@ -123,6 +131,7 @@ class Rollouts:
     components: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     baselines: np.ndarray | None = None
+    turns: list[Rollouts] = dataclasses.field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.responses)

@@ -15,12 +15,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from jaxrl_kernels.token_divergence.api import token_divergence, top_k_divergence
 from jaxtyping import Array, Float, Int
 
 from jaxrl_llm import optimizer as optimizers
-from jaxrl_llm.algorithms.interface import Algorithm, Objective
+from jaxrl_llm.algorithms.interface import Algorithm, Divergence, Objective
 from jaxrl_llm.models.arrangement import merge_trees
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.placement import splitting_axes
 from jaxrl_llm.models.value_head import token_values
 from jaxrl_llm.sharding import batch_sharding, replicated
 from jaxrl_llm.types import MiniBatch, Params, Rows, ValueOutputs
@@ -58,6 +60,7 @@ class Forward:
       remat, unroll: see `Decoder.hidden`.
       chunk_tokens: tokens whose logits exist at once, over all devices.
       head: as in `algorithms.interface.Role`.
+      divergence, teacher: what `TokenOutputs.divergence` is to hold, and how the teacher reads the rows.
     """
 
     decoder: Decoder
@@ -67,6 +70,8 @@ class Forward:
     chunk_tokens: int
     unroll: bool | None = None
     head: str = "tokens"
+    divergence: Divergence | None = None
+    teacher: Forward | None = None
 
     def cast(self, params: Params) -> Params:
         return jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
@@ -83,8 +88,8 @@ class Forward:
             unroll=self.unroll,
         )
 
-    def outputs(self, params: Params, rows: Rows) -> Any:
-        """`TokenOutputs` or, of a value head alone, `ValueOutputs` of one micro-batch."""
+    def outputs(self, params: Params, rows: Rows, teacher_params: Params | None = None) -> Any:
+        """`TokenOutputs` or, of a value head alone, `ValueOutputs` of one micro-batch; both from cast parameters."""
         hidden = self.hidden(params, rows)
         if self.head == "values":
             return ValueOutputs(
@@ -100,7 +105,31 @@ class Forward:
         )
         if self.head == "both":
             outputs = outputs._replace(values=self.before(params, hidden, rows))
+        if self.divergence is not None and teacher_params is not None:
+            outputs = outputs._replace(divergence=self._divergence(params, hidden, rows, teacher_params))
         return outputs
+
+    def _divergence(
+        self, params: Params, hidden: Float[Array, "R T D"], rows: Rows, teacher_params: Params
+    ) -> Float[Array, "R T"]:
+        """From the teacher's distribution at each trained token; no gradient goes to the teacher."""
+        assert self.teacher is not None and self.divergence is not None
+        teacher_hidden = jax.lax.stop_gradient(predicting(self.teacher.hidden(teacher_params, rows), rows))
+        settings: dict[str, Any] = {
+            "beta": self.divergence.beta,
+            "vocab_size": self.decoder.config.vocab_size,
+            "chunk_tokens": self.chunk_tokens,
+            "mesh_axes": splitting_axes(rows=rows.tokens.shape[0], vocab=self.decoder.config.padded_vocab_size),
+        }
+        student = predicting(hidden, rows), self.decoder.output_weight(params)
+        temperature = jnp.float32(self.temperature)
+        if not self.divergence.top_k:
+            teacher_weight = self.teacher.decoder.output_weight(teacher_params)
+            return token_divergence(*student, teacher_hidden, teacher_weight, rows.loss_mask, temperature, **settings)
+        candidates = self.teacher.decoder.top_k_logprobs(
+            teacher_params, teacher_hidden, temperature, k=self.divergence.top_k, chunk_tokens=self.chunk_tokens
+        )
+        return top_k_divergence(*student, *candidates, rows.loss_mask, temperature, **settings)
 
     def before(self, params: Params, hidden: Float[Array, "R T D"], rows: Rows) -> Float[Array, "R T"]:
         """The value of the state before each trained token."""
@@ -135,7 +164,8 @@ def make_update(
     *,
     name: str = "policy",
 ) -> Callable[..., tuple[RoleState, dict[str, Float[Array, ""]]]]:
-    """Builds ``update(role, rows, num_micro_batches, denominator, old_is_actor) -> (role, metrics)`` of one role.
+    """Builds ``update(role, rows, num_micro_batches, denominator, old_is_actor, teacher) -> (role, metrics)`` of one
+    role.
 
     `role` is donated, without its base, and comes back in the same shardings. The gradient is that of
     ``total / denominator`` over all micro-batches, accumulated in float32, then clipped and applied once. With
@@ -147,9 +177,9 @@ def make_update(
     losses = algorithm.loss_of(name)
 
     def objective(
-        params: Params, base: Params | None, rows: Rows, old_is_actor: bool
+        params: Params, base: Params | None, teacher: Params | None, rows: Rows, old_is_actor: bool
     ) -> tuple[Float[Array, ""], Objective]:
-        outputs = forward.outputs(params if base is None else merge_trees(base, params), rows)
+        outputs = forward.outputs(params if base is None else merge_trees(base, params), rows, teacher)
         if old_is_actor:
             rows = dataclasses.replace(
                 rows, old_logprobs=jax.lax.stop_gradient(jnp.where(rows.loss_mask, outputs.logprobs, 0.0))
@@ -165,15 +195,15 @@ def make_update(
     )
     def update(
         role: RoleState,
-        base: Params | None,
+        frozen: tuple[Params | None, Params | None],
         rows: Rows,
         num_micro_batches: Int[Array, ""],
         denominator: Float[Array, ""],
         old_is_actor: bool,
     ) -> tuple[RoleState, dict[str, Float[Array, ""]]]:
         params = forward.cast(role.params)
-        frozen = None if base is None else forward.cast(base)
-        one = functools.partial(objective, base=frozen, old_is_actor=old_is_actor)
+        base, teacher = (None if tree is None else forward.cast(tree) for tree in frozen)
+        one = functools.partial(objective, base=base, teacher=teacher, old_is_actor=old_is_actor)
         gradient = jax.value_and_grad(lambda params, rows: one(params, rows=rows), has_aux=True)
 
         def body(index: Int[Array, ""], carry: tuple[Any, Objective]) -> tuple[Any, Objective]:
@@ -198,10 +228,11 @@ def make_update(
 
     @functools.wraps(update)
     def apply(
-        role: RoleState, rows: Rows, *counts: Any, old_is_actor: bool
+        role: RoleState, rows: Rows, *counts: Any, old_is_actor: bool, teacher: Params | None = None
     ) -> tuple[RoleState, dict[str, Float[Array, ""]]]:
+        trained, frozen = RoleState(role.params, role.opt_state), (role.base, teacher)
         with jax.set_mesh(mesh):
-            new, metrics = update(RoleState(role.params, role.opt_state), role.base, rows, *counts, old_is_actor)
+            new, metrics = update(trained, frozen, rows, *counts, old_is_actor)
         return dataclasses.replace(new, base=role.base), metrics
 
     return apply

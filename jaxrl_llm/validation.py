@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxrl_llm.config import MeshConfig, RunConfig, _algorithm
+from jaxrl_llm.config import MeshConfig, RunConfig, _algorithm, longest_block, longest_sequence
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import nearest
 
@@ -165,13 +165,15 @@ def _low_precision_warning(config: RunConfig) -> str:
 
 def _length_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
     rollout = config.rollout
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    longest, block = longest_sequence(config), longest_block(config)
     sum_text = (
         f"data.max_prompt_tokens + rollout.max_new_tokens = {config.data.max_prompt_tokens} + "
-        f"{rollout.max_new_tokens} = {longest}"
+        f"{rollout.max_new_tokens} = {config.data.max_prompt_tokens + rollout.max_new_tokens}"
     )
-    row_tokens, micro_batch_tokens = config.training.row_tokens or longest, config.training.micro_batch_tokens
-    if training and row_tokens < longest:
+    if block != config.data.max_prompt_tokens + rollout.max_new_tokens:
+        sum_text += f", of which {config.algorithm.name} needs {block} in a row"
+    row_tokens, micro_batch_tokens = config.training.row_tokens or block, config.training.micro_batch_tokens
+    if training and row_tokens < block:
         yield (
             "error",
             f"training.row_tokens = {row_tokens} can't hold the longest sequence: {sum_text}. Raise it, or 0 for that.",
@@ -196,9 +198,10 @@ def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
     from jaxrl_llm.rewards.calling import bind, find_function  # not at the top: rewards read their options' types
 
     rewards, name = config.rewards, config.algorithm.name
-    if not rewards and training and _algorithm(name).generates:
+    entry = _algorithm(name)
+    if not rewards and not config.reward_model.path and training and entry.generates and entry.needs_rewards:
         yield ("error", f"rewards is empty, and {name} learns from rewards alone: {_REWARD_EXAMPLE}")
-    elif not rewards and config.data.eval:
+    elif not rewards and not config.reward_model.path and config.data.eval and entry.evaluate is None:
         yield ("error", f"rewards is empty, and data.eval = {config.data.eval!r} is scored by them: {_REWARD_EXAMPLE}")
     for reward, settings in rewards.items():
         if settings.function and ":" not in settings.function:  # a user's own function is loaded by its worker
@@ -260,10 +263,12 @@ def _factorisations(mesh: MeshConfig, device_count: int) -> str:
 def model_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Iterator[Problem]:
     """What only the model's configuration and the tokenizer can tell."""
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_new_tokens
-    if prompt + response > model_config.max_position:
+    longest = longest_sequence(config)
+    if longest > model_config.max_position:
+        turns = "" if longest == prompt + response else f" (of the turns that {config.algorithm.name} has: {longest})"
         yield (
             "error",
-            f"data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {response} = {prompt + response} "
+            f"data.max_prompt_tokens + rollout.max_new_tokens = {prompt} + {response} = {prompt + response}{turns} "
             "exceeds "
             f"the context of {model_config.max_position} tokens of the model {config.model.path!r}. Lower "
             "one of them.",

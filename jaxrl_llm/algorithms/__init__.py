@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from jaxrl_llm.algorithms.cispo import CISPO
 from jaxrl_llm.algorithms.dapo import DAPO
+from jaxrl_llm.algorithms.distillation import DISTILLATION
+from jaxrl_llm.algorithms.dpo import DPO, ONLINE_DPO
 from jaxrl_llm.algorithms.dr_grpo import DR_GRPO
 from jaxrl_llm.algorithms.gdpo import GDPO
 from jaxrl_llm.algorithms.gmpo import GMPO
 from jaxrl_llm.algorithms.grpo import GRPO
 from jaxrl_llm.algorithms.gspo import GSPO
 from jaxrl_llm.algorithms.interface import Algorithm
+from jaxrl_llm.algorithms.ippo import IPPO
+from jaxrl_llm.algorithms.kto import KTO
 from jaxrl_llm.algorithms.pass_at_k import PASS_AT_K
 from jaxrl_llm.algorithms.ppo import PPO
 from jaxrl_llm.algorithms.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
 from jaxrl_llm.algorithms.remax import REMAX
+from jaxrl_llm.algorithms.reward_model import REWARD_MODEL_TRAINING
 from jaxrl_llm.algorithms.rloo import RLOO
 from jaxrl_llm.algorithms.sapo import SAPO
 from jaxrl_llm.algorithms.sft import SFT
@@ -35,6 +40,12 @@ ALGORITHMS: dict[str, Algorithm] = {
         SAPO,
         PASS_AT_K,
         GDPO,
+        IPPO,
+        DISTILLATION,
+        ONLINE_DPO,
+        DPO,
+        KTO,
+        REWARD_MODEL_TRAINING,
         SFT,
     )
 }

@@ -25,9 +25,12 @@ class GDPOOptions(grpo.GRPOOptions):
 
 
 def advantages(context: Context, rollouts: Rollouts, scores: on_policy.Scores, sequences: Sequences) -> np.ndarray:
+    weights = {name: reward.weight for name, reward in context.config.rewards.items()}
+    if context.config.reward_model.path:
+        weights["reward_model"] = context.config.reward_model.weight
     return combine_rewards(
-        rollouts.components,
-        {name: reward.weight for name, reward in context.config.rewards.items()},
+        {name: rollouts.components[name] for name in weights},  # not the parts of a reward that returns several
+        weights,
         rollouts.group,
         np.array([int(mask.sum()) for mask in sequences.loss_mask]),
         mode="gdpo",

@@ -117,12 +117,12 @@ class Divergence:
 
     Attributes:
       role: the teacher's name.
-      direction: ``reverse`` KL(policy || teacher) or ``forward`` KL(teacher || policy).
+      beta: 1 is the reverse KL(policy || teacher), 0 the forward one, between a Jensen-Shannon divergence.
       top_k: compare the teacher's so many likeliest tokens, and the rest as one; 0 = the whole vocabulary.
     """
 
     role: str = "teacher"
-    direction: str = "reverse"
+    beta: float = 1.0
     top_k: int = 0
 
 
@@ -204,6 +204,9 @@ class Algorithm:
       loss_aggregation: see `algorithms.aggregation`, given the options.
       generates: False if it learns from the data alone; such a run makes no decoder unless it evaluates.
       data: what its training rows must hold: ``prompt``, ``completion``, ``preference`` or ``label``.
+      compares: whether its sequences have partners (`Sequences.partner`), so that two must fit into a row.
+      needs_rewards: whether a run without any reward is refused.
+      longest: most tokens of a sequence, given the options and the most of a prompt and of a response.
       extras: names of `Sequences.extras` that its losses read, given the options.
       divergence: what `TokenOutputs.divergence` is to hold, given the options; None for nothing.
       evaluate: metrics on the evaluation rows in place of generated answers.
@@ -225,6 +228,9 @@ class Algorithm:
     loss_aggregation: Callable[[Any], str] = lambda options: "token-mean"
     generates: bool = True
     data: str = "prompt"
+    compares: bool = False
+    needs_rewards: bool = True
+    longest: Callable[[Any, int, int], int] = lambda options, prompt, response: prompt + response
     extras: Callable[[Any], tuple[str, ...]] = lambda options: ()
     divergence: Callable[[Any], Divergence | None] = lambda options: None
     evaluate: Callable[[Context, Sequence[Example]], dict[str, float]] | None = None

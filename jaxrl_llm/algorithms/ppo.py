@@ -56,11 +56,21 @@ def init(options: PPOOptions) -> dict[str, float]:
 
 
 def advantages(
-    context: Context, rollouts: Rollouts, scores: on_policy.Scores, sequences: Sequences, *, critic: str = "critic"
+    context: Context,
+    rollouts: Rollouts,
+    scores: on_policy.Scores,
+    sequences: Sequences,
+    *,
+    policy: str = "policy",
+    critic: str = "critic",
 ) -> list[np.ndarray]:
-    """GAE; leaves the values and the returns in the sequences' extras, and the explained variance in their metrics."""
+    """GAE; leaves the values and the returns in the sequences' extras, and the explained variance in their metrics.
+
+    Args:
+      policy, critic: names of the roles; with `shared_trunk` the policy has the values.
+    """
     options = context.options
-    role = "policy" if options.shared_trunk else critic
+    role = policy if options.shared_trunk else critic
     values = context.values(role, dataclasses.replace(sequences, loss_mask=scores.written))
     found, returns = [], []
     for n, mask in enumerate(scores.written):
@@ -86,11 +96,16 @@ def advantages(
 
 def prepare(context: Context, rollouts: Rollouts) -> Mapping[str, Sequences]:
     sequences, _ = on_policy.prepare(context, rollouts, advantages)
+    return trained(context, sequences, policy="policy", critic="critic")
+
+
+def trained(context: Context, sequences: Sequences, *, policy: str, critic: str) -> dict[str, Sequences]:
+    """Who learns from the sequences in this step: the critic alone in its first ones."""
     if context.options.shared_trunk:
-        return {"policy": sequences}
+        return {policy: sequences}
     if context.step < context.config.critic.warmup_steps:
-        return {"critic": sequences}
-    return {"policy": sequences, "critic": sequences}
+        return {critic: sequences}
+    return {policy: sequences, critic: sequences}
 
 
 def value_objective(options: PPOOptions, values: Any, rows: Rows) -> Objective:

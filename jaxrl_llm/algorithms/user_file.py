@@ -25,6 +25,7 @@ _ARGUMENTS = {
     "loss_aggregation": ("options",),
     "extras": ("options",),
     "divergence": ("options",),
+    "longest": ("options", "prompt", "response"),
 }
 _LOSS_ARGUMENTS = ("options", "outputs", "rows")
 _SECTIONS = ("policy", "critic", "reference", "teacher")

@@ -139,7 +139,7 @@ def training_program(config: ModelConfig, mesh: Mesh, *, row_tokens: int = 4096,
     whole = replicated(mesh)
     arguments = (
         _abstract(role, role_shardings),
-        None,
+        (None, None),
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split), rows),
         jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
         jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),

@@ -209,6 +209,36 @@ class Decoder:
         )
         return TokenOutputs(logprobs=logprobs, entropy=entropy)
 
+    def top_k_logprobs(
+        self,
+        params: Params,
+        hidden: Float[Array, "R T D"],
+        temperature: Float[Array, ""] | float,
+        *,
+        k: int,
+        chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    ) -> tuple[Int[Array, "R T k"], Float[Array, "R T k"]]:
+        """The k likeliest tokens at each column as its predecessor predicts it, and their log-probs, float32; column 0,
+        which has none, holds what column 0 of the last row would predict.
+
+        Args:
+          k: at most the vocabulary.
+          chunk_tokens: logits exist for this many tokens at a time, over all rows.
+        """
+        before = jnp.roll(hidden, 1, axis=1).reshape(-1, hidden.shape[-1])
+        count = len(before)
+        chunk = min(chunk_tokens, count)
+        padded = jnp.pad(before, [(0, -count % chunk), (0, 0)]).reshape(-1, chunk, before.shape[1])
+
+        def one(states: Float[Array, "c D"]) -> tuple[Int[Array, "c k"], Float[Array, "c k"]]:
+            logprobs = jax.nn.log_softmax(self.logits(params, states) / temperature, axis=-1)
+            values, ids = jax.lax.top_k(logprobs, k)
+            return ids, values
+
+        ids, values = jax.lax.map(one, padded)
+        shape = (*hidden.shape[:2], k)
+        return ids.reshape(-1, k)[:count].reshape(shape), values.reshape(-1, k)[:count].reshape(shape)
+
     # --- generation -------------------------------------------------------------------------------------------
 
     def generation_layer(self, run_params: Params, index: int, weight_dtype: str = low_precision.COMPUTE) -> Params:

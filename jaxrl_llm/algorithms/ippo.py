@@ -1,0 +1,151 @@
+"""IPPO: several agents, each with its own policy, critic and optimizers, learn independently from a shared episode.
+
+    agent i reads the prompt and what the agents before it wrote, ends included, then the prompt again, and writes
+    agent i learns by PPO from its own tokens; no gradient and no value crosses agents
+
+arXiv:2011.09533 (independent PPO). The episode's reward is one for all: that of the last answer, or the mean of all
+agents' (`shared_reward`). One agent is `ppo` exactly, to the bit. Agents start from `model.path`; with adapters
+(`model.lora_rank`) they share its weights and differ in theirs alone. Evaluation lets all answer and judges the last.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_llm.algorithms import on_policy, ppo
+from jaxrl_llm.algorithms.interface import Algorithm, Context, Role, Sequences
+from jaxrl_llm.config import RunConfig, option
+from jaxrl_llm.types import Example, Rollouts
+
+LARGEST_NUMBER = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class IPPOOptions(ppo.PPOOptions):
+    """Options of `algorithm` when its name is `ippo`: those of `ppo`, and how many agents there are."""
+
+    agents: int = option(2, "how many", low=1, high=LARGEST_NUMBER)
+    shared_reward: str = option(
+        "last", "the reward of all: that of the last agent's answer, or the mean", choices=("last", "mean")
+    )
+
+
+def names(agent: int) -> tuple[str, str]:
+    """The roles of an agent: its policy and its critic."""
+    return ("policy", "critic") if agent == 0 else (f"policy_{agent}", f"critic_{agent}")
+
+
+def roles(options: IPPOOptions) -> tuple[Role, ...]:
+    found: list[Role] = []
+    for agent in range(options.agents):
+        for role in ppo.roles(options):
+            if role.name == "reference":
+                if agent == 0:
+                    found.append(role)
+                continue
+            policy, critic = names(agent)
+            name = policy if role.name == "policy" else critic
+            found.append(dataclasses.replace(role, name=name, settings=role.section))
+    return tuple(found)
+
+
+def episode(
+    context: Context, examples: Sequence[Example], samples: int | None = None, temperature: float | None = None
+) -> list[Rollouts]:
+    """Every agent's answers, in the order they write; the samples of one prompt go on separately."""
+    turns: list[Rollouts] = []
+    readers, count = list(examples), samples
+    for agent in range(context.options.agents):
+        rollouts = context.rollouts(readers, role=names(agent)[0], samples=count, temperature=temperature, draw=agent)
+        turns.append(rollouts)
+        readers, count = [_next_reader(rollouts, n) for n in range(len(rollouts))], 1
+    return turns
+
+
+def _next_reader(rollouts: Rollouts, n: int) -> Example:
+    """What the next agent reads after sample n: all that was read and written so far, then the prompt again."""
+    before = rollouts.examples[rollouts.group[n]]
+    prompt = before.prompt_ids[len(before.prompt_ids) - (before.own_tokens or len(before.prompt_ids)) :]
+    return dataclasses.replace(
+        before,
+        uid=f"{before.uid}/{n}",
+        prompt_ids=np.concatenate([before.prompt_ids, rollouts.responses[n], prompt]).astype(np.int32),
+        own_tokens=len(prompt),
+        sample=n,
+    )
+
+
+def collect(context: Context, examples: Sequence[Example]) -> Rollouts:
+    """The last agent's rollouts; the others' stand in its `turns`, all with the episode's reward."""
+    turns = episode(context, examples)
+    last = turns[-1]
+    rewards = last.rewards
+    if context.options.shared_reward == "mean":
+        rewards = np.mean([turn.rewards for turn in turns], axis=0).astype(np.float32)
+    return dataclasses.replace(last, turns=[dataclasses.replace(turn, rewards=rewards) for turn in turns])
+
+
+def answer(context: Context, examples: Sequence[Example], samples: int, temperature: float) -> Rollouts:
+    """The last answer to each prompt, grouped by prompt."""
+    turns = episode(context, examples, samples, temperature)
+    return dataclasses.replace(turns[-1], examples=list(examples), group=turns[0].group)
+
+
+def prepare(context: Context, rollouts: Rollouts) -> Mapping[str, Sequences]:
+    found: dict[str, Sequences] = {}
+    for agent, turn in enumerate(rollouts.turns):
+        policy, critic = names(agent)
+        advantages = functools.partial(ppo.advantages, policy=policy, critic=critic)
+        sequences, _ = on_policy.prepare(context, turn, advantages, policy=policy)
+        # Mini-batches hold whole prompts of the episode for every agent, so that all make the same number of updates.
+        sequences.group = rollouts.turns[0].group.astype(np.int32)
+        if agent:
+            sequences.metrics = {f"{name}_{agent}": value for name, value in sequences.metrics.items()}
+        found |= ppo.trained(context, sequences, policy=policy, critic=critic)
+    return found
+
+
+def losses(options: IPPOOptions) -> dict[str, Any]:
+    """Each agent's losses, those of PPO; later agents' metrics are told under names of their own."""
+    found: dict[str, Any] = {}
+    for agent in range(options.agents):
+        for name, loss in zip(names(agent), (ppo.policy_losses, ppo.critic_losses), strict=True):
+            found[name] = functools.partial(_named, loss, f"_{agent}" if agent else "")
+    return found
+
+
+def _named(loss: Any, ending: str, options: IPPOOptions, outputs: Any, rows: Any) -> Any:
+    objective = loss(options, outputs, rows)
+    if not ending:
+        return objective
+    parts = (objective.weighted, objective.counted, objective.maxima)
+    weighted, counted, maxima = ({_with(name, ending): value for name, value in part.items()} for part in parts)
+    return objective._replace(weighted=weighted, counted=counted, maxima=maxima)
+
+
+def _with(name: str, ending: str) -> str:
+    """A metric's name with an agent's number; ``…_max`` stays at the end, where it says how figures are joined."""
+    return f"{name.removesuffix('_max')}{ending}_max" if name.endswith("_max") else f"{name}{ending}"
+
+
+def validate(options: IPPOOptions, config: RunConfig) -> list[tuple[str, str]]:
+    return ppo.validate(options, config)
+
+
+IPPO: Algorithm = dataclasses.replace(
+    ppo.PPO,
+    name="ippo",
+    options=IPPOOptions,
+    roles=roles,
+    collect=collect,
+    prepare=prepare,
+    losses=losses(IPPOOptions(agents=LARGEST_NUMBER)),
+    validate=validate,
+    longest=lambda options, prompt, response: options.agents * (prompt + response),
+    answer=answer,
+)
