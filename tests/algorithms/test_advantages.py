@@ -115,7 +115,7 @@ def test_l21_rloo():
         scored = others and not np.isnan(REWARDS[n])
         expected = REWARDS[n] - sum(others) / len(others) if scored else 0.0
         assert got[n] == pytest.approx(expected, abs=1e-6)
-    assert not got[GROUP == 1].any()
+    assert not rloo_advantages(np.full(7, 0.1), np.zeros(7, np.int32)).any()
 
 
 def test_remax():
@@ -203,14 +203,14 @@ def test_returns_discount_by_tokens_of_the_policy():
 
 
 def test_reinforce_plus_plus_with_a_group_baseline():
-    """Caught: no baseline; statistics over samples and not tokens; an unscored sample's tokens in them."""
-    rewards = np.array([1.0, 0.0, 3.0, np.nan, 2.0], np.float32)
+    """Caught: no baseline; the group's standard deviation as well; an unscored sample's tokens in the statistics."""
+    rewards = np.array([1.0, 0.0, 5.0, np.nan, 2.0], np.float32)
     group = np.array([0, 0, 1, 1, 1], np.int32)
     mask = [np.array(one, bool) for one in ([0, 1, 1], [1], [1, 1, 0, 1], [1, 1], [0, 1])]
     got = reinforce_plus_plus_baseline_advantages(rewards, group, mask)
-    centred = [0.5] * 2 + [-0.5] + [0.5] * 3 + [-0.5]
+    centred = [0.5] * 2 + [-0.5] + [1.5] * 3 + [-1.5]
     mean, deviation = np.mean(centred), np.sqrt(np.var(centred, ddof=1) + 1e-8)
-    for n, value in enumerate((0.5, -0.5, 0.5, np.nan, -0.5)):
+    for n, value in enumerate((0.5, -0.5, 1.5, np.nan, -1.5)):
         expected = np.where(mask[n], (value - mean) / deviation, 0) if n != 3 else np.zeros(2)
         np.testing.assert_allclose(got[n], expected, atol=1e-6)
 

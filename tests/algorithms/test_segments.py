@@ -57,9 +57,9 @@ def test_a_sum_keeps_its_digits_behind_a_large_one():
 
 
 def test_the_sum_of_another_segment():
-    """Pairs: each asks for the other. Caught: the own segment's sum; the padding's values at id 0."""
+    """Pairs: each asks for the other. Caught: the own segment's sum; the padding's values at id 0; NaN at no segment's id."""
     ids = jnp.array([[1, 1, 2, 3, 0], [1, 2, 2, 2, 2]])
-    wanted = jnp.array([[2, 2, 1, 0, 1], [2, 1, 1, 1, 5]])
+    wanted = jnp.array([[2, 2, 1, 0, 1], [2, 1, 1, 1, 9]])
     values = jnp.array([[1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
     assert sum_at(values, ids, wanted).tolist() == [[4, 4, 3, 0, 3], [4, 1, 1, 1, 0]]
 
