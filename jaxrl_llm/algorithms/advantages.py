@@ -109,11 +109,9 @@ def pass_at_k_advantages(
     advantages = np.zeros(len(rewards), np.float64)
     for members in _scored_groups(rewards64, group):
         count = len(members)
-        if count <= k:
-            continue
         order = members[np.argsort(rewards64[members], kind="stable")]
         best = rewards64[order]
-        if best[k - 1] == best[-1]:  # the k-th smallest is already the largest: it is in every subset
+        if count < k or best[k - 1] == best[-1]:  # no subset; or every subset holds one of the largest
             continue
         share = np.array([math.comb(j, k - 1) / math.comb(count, k) for j in range(count)])
         mean = share @ best
@@ -231,8 +229,8 @@ def combine_rewards(
 
 
 def _scored_groups(rewards: np.ndarray, group: np.ndarray) -> Iterator[np.ndarray]:
-    """The indices of the scored samples of each group that has at least two."""
+    """The indices of the scored samples of each group that has any."""
     for index in np.unique(group):
         members = np.flatnonzero((group == index) & ~np.isnan(rewards))
-        if len(members) >= 2:
+        if len(members):
             yield members

@@ -201,7 +201,7 @@ def offpolicy_metrics(
     }
     counted = {f"rollout_corr/{name}": _pair(values, mask) for name, values in by_token.items()}
     counted |= {f"rollout_corr/{name}": _pair(values, first) for name, values in by_sequence.items()}
-    largest = jnp.max(jnp.where(first, jnp.abs(training - rollout), 0.0))
+    largest = jnp.max(jnp.abs(training - rollout))
     return counted, {"rollout_corr/log_ppl_abs_diff_max": largest}
 
 

@@ -74,6 +74,6 @@ def first_tokens(mask: Bool[Array, "R T"], segment_ids: Int[Array, "R T"]) -> Bo
     def one_row(counts: Array, ids: Array) -> Array:
         here = jnp.arange(columns)
         first = jnp.full(columns + 1, columns).at[ids].min(jnp.where(counts, here, columns))
-        return counts & (here == first[ids])
+        return here == first[ids]
 
     return jax.vmap(one_row)(mask & (segment_ids > 0), segment_ids)

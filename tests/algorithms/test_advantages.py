@@ -115,7 +115,7 @@ def test_l21_rloo():
         scored = others and not np.isnan(REWARDS[n])
         expected = REWARDS[n] - sum(others) / len(others) if scored else 0.0
         assert got[n] == pytest.approx(expected, abs=1e-6)
-    assert not got[GROUP == 1].any()
+    assert not rloo_advantages(np.full(7, 0.1), np.zeros(7, np.int32)).any()
 
 
 def test_remax():
@@ -150,7 +150,7 @@ def test_pass_at_k_is_the_mean_over_all_subsets(k):
 
 
 def test_pass_at_k_of_right_and_wrong_answers():
-    """The paper's closed form: 2 right of 6, k = 3. Caught: a right answer's C(n-c-1, k-1) subtracted from it too."""
+    """The paper's closed form: 2 right of 6, k = 3. Caught: C(n, k-1) subsets with a sample; each C off by one."""
     got = pass_at_k_advantages(np.array([0, 1, 0, 0, 1, 0], np.float32), np.zeros(6, np.int32), k=3)
     mean = 1 - 4 / 20
     deviation = np.sqrt(mean * (1 - mean))
@@ -180,7 +180,7 @@ def test_l33_whitening():
 
 
 def test_l23_reinforce_plus_plus():
-    """Caught: whitening row by row; returns that add the rewards before a token; gamma on the token's own reward."""
+    """Caught: returns that add the rewards before a token; whitening with masked values or ddof 0."""
     spec = case("L23")
     given, expected = spec["input"], spec["expected"]
     mask = [np.array(row, bool) for row in given["mask"]]
@@ -194,7 +194,7 @@ def test_l23_reinforce_plus_plus():
 
 
 def test_returns_discount_by_tokens_of_the_policy():
-    """A masked token in the middle. Caught: a discount for it; a return that ends at it; its reward lost."""
+    """A masked token in the middle. Caught: a discount for it; its reward lost; no discount; one on the own reward."""
     mask = [np.array([False, True, False, True, True, False]), np.array([False, False]), np.array([True])]
     rewards = [np.array(one, np.float32) for one in ([9, 1, 3, 2, 4, 6], [1, 1], [5])]
     got = reinforce_plus_plus_returns(rewards, mask, gamma=0.5)
@@ -203,20 +203,20 @@ def test_returns_discount_by_tokens_of_the_policy():
 
 
 def test_reinforce_plus_plus_with_a_group_baseline():
-    """Caught: no baseline; statistics over samples and not tokens; an unscored sample's tokens in them."""
-    rewards = np.array([1.0, 0.0, 3.0, np.nan, 2.0], np.float32)
+    """Caught: no baseline; the group's standard deviation as well; an unscored sample's tokens in the statistics."""
+    rewards = np.array([1.0, 0.0, 5.0, np.nan, 2.0], np.float32)
     group = np.array([0, 0, 1, 1, 1], np.int32)
     mask = [np.array(one, bool) for one in ([0, 1, 1], [1], [1, 1, 0, 1], [1, 1], [0, 1])]
     got = reinforce_plus_plus_baseline_advantages(rewards, group, mask)
-    centred = [0.5] * 2 + [-0.5] + [0.5] * 3 + [-0.5]
+    centred = [0.5] * 2 + [-0.5] + [1.5] * 3 + [-1.5]
     mean, deviation = np.mean(centred), np.sqrt(np.var(centred, ddof=1) + 1e-8)
-    for n, value in enumerate((0.5, -0.5, 0.5, np.nan, -0.5)):
+    for n, value in enumerate((0.5, -0.5, 1.5, np.nan, -1.5)):
         expected = np.where(mask[n], (value - mean) / deviation, 0) if n != 3 else np.zeros(2)
         np.testing.assert_allclose(got[n], expected, atol=1e-6)
 
 
 def test_combined_rewards():
-    """Caught: weights after `sum`'s normalisation; GDPO's weights left out; its whitening left out or over samples."""
+    """Caught: the weights left out; GDPO's whitening left out or over samples; no score taken for 0."""
     generator = np.random.default_rng(0)
     group = np.repeat([0, 1, 2], 3).astype(np.int32)
     components = {name: generator.normal(size=9).astype(np.float32) for name in ("right", "form")}

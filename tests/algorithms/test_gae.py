@@ -31,7 +31,7 @@ def test_l27_termination_and_truncation():
 
 
 def test_l29_tool_output_is_no_step():
-    """Caught: a recursion over all tokens; the score lost with the masked token it stands on; returns off the mask."""
+    """Caught: a recursion over all tokens; the score lost with the masked token it stands on."""
     spec = case("L29")
     given = spec["input"]
     rewards = floats([0, 0, 0, 0, 0, 0, given["score"]])
@@ -87,7 +87,7 @@ def test_defaults_are_undiscounted():
 
 
 def test_short_sequences():
-    """Caught: an index off an empty mask."""
+    """No token at all, and a single one."""
     advantages, returns = gae(floats([1, 5]), floats([3, 4]), np.array([False, False]))
     assert not advantages.any() and not returns.any()
     advantages, returns = gae(floats([2]), floats([0.5]), np.array([True]), gamma=0.5, bootstrap_value=1.0)

@@ -123,7 +123,7 @@ def test_the_lower_bound_is_the_inverse_of_the_upper_one():
 
 
 def test_the_veto_drops_whole_sequences():
-    """Caught: only the token; a ratio far above 1; a masked token; the sequence beside it in the row."""
+    """Caught: only the token; a ratio far above 1; a masked token."""
     rows = PackedRows(LENGTHS, LAYOUTS[1], columns=12)
     sampler = [np.full(length, -1.0) for length in LENGTHS]
     old = [one.copy() for one in sampler]
@@ -137,7 +137,7 @@ def test_the_veto_drops_whole_sequences():
 
 
 def test_l35_decoupled_ppo():
-    """Caught: the ratio against the behaviour policy; weight and ratio exchanged; the inverse weight."""
+    """Caught: the ratio against the behaviour policy; the weight left out; its inverse; returned as the ratio."""
     spec = case("L35")
     given, expected = spec["input"], spec["expected"]
     one = jnp.ones((1, 1), jnp.int32)
@@ -221,7 +221,7 @@ def test_metrics_of_weights_and_rejection():
 
 
 def test_far_policies_and_empty_rows_stay_finite():
-    """Caught: exp of unclamped sums or perplexities; a NaN off the mask; -inf as the maximum of nothing."""
+    """Caught: exp of unclamped sums or perplexities; a NaN off the mask."""
     rows = PackedRows(LENGTHS, LAYOUTS[1], columns=12, junk=np.nan)
     for far in (-300.0, 300.0):
         old = [np.where(mask, far, np.nan) for mask in MASKS]

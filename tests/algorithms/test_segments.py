@@ -57,15 +57,15 @@ def test_a_sum_keeps_its_digits_behind_a_large_one():
 
 
 def test_the_sum_of_another_segment():
-    """Pairs: each asks for the other. Caught: the own segment's sum; the padding's values at id 0."""
+    """Pairs: each asks for the other. Caught: the own segment's sum; padding at id 0; NaN where no segment is."""
     ids = jnp.array([[1, 1, 2, 3, 0], [1, 2, 2, 2, 2]])
-    wanted = jnp.array([[2, 2, 1, 0, 1], [2, 1, 1, 1, 5]])
+    wanted = jnp.array([[2, 2, 1, 0, 1], [2, 1, 1, 1, 9]])
     values = jnp.array([[1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 1.0, 1.0, 1.0, 1.0]])
     assert sum_at(values, ids, wanted).tolist() == [[4, 4, 3, 0, 3], [4, 1, 1, 1, 0]]
 
 
 def test_gradients_reach_every_token_of_the_segment_that_was_summed():
-    """d(sum_t c_t S_t)/dx_u is the sum of c over the segment of u. Caught: a gradient to the reading token only."""
+    """d(sum_t c_t S_t)/dx_u is the sum of c over the segment of u. Caught: the sum without a gradient."""
     rows = PackedRows(LENGTHS, LAYOUTS[1], columns=16, junk=7.0)
     coefficients = ragged(1)
     weights = jnp.where(rows.ids > 0, rows.put(coefficients), 0.0)

@@ -88,7 +88,8 @@ def evaluate(name, rows, actor, old, advantages):
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_values_and_gradients_do_not_depend_on_the_packing(name):
-    """Caught: see each mutation below in `CAUGHT`.
+    """Two sequences in a row or a row each. Caught: signs, each bound and the side it is on, each mean's mask, a sum or
+    the token's own value in place of a mean, each stopped gradient, 4 / tau, an arithmetic mean for the geometric one.
 
     The tolerance is float32's: sums of up to six terms of size 1, against float64.
     """
@@ -199,7 +200,7 @@ def test_defaults():
 
 
 def test_the_gates_slope_is_one_where_the_policies_agree():
-    """As REINFORCE's, whatever tau is. Caught: 4 / tau left out; tau of the other sign."""
+    """As REINFORCE's, whatever tau is. Caught: 1 or 1 / tau in place of 4 / tau."""
     zero = jnp.zeros((1, 2))
     advantages = jnp.array([[2.0, -3.0]])
     slope = jax.grad(lambda x: policy_loss.sapo(x, zero, advantages, tau_pos=0.3, tau_neg=5.0)[0].sum())(zero)
