@@ -482,6 +482,27 @@ def test_log_probability_bounds_follow_the_dtype():
     assert resolve(make(checks__logprob_diff_mean=0.5)).checks.bounds("float32") == (0.5, 1e-2)
 
 
+def test_weights_of_8_bits_are_bounded_only_on_request_and_warned_of(caplog: pytest.LogCaptureFixture):
+    """What is expected of a rounded policy stops nothing; what was asked for does. Caught: a warning that says there is
+    no bound where one was given, or about a model that is only used."""
+    infinite = float("inf")
+    with caplog.at_level(logging.WARNING, "jaxrl_llm"):
+        checks = resolve(make(rollout__weight_dtype="int8")).checks
+    assert checks.bounds("float32", weight_dtype="int8") == (infinite, infinite)
+    assert "checks.logprob_diff_mean and checks.logprob_diff_max set no bound" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "jaxrl_llm"):
+        bounded = make(rollout__weight_dtype="float8", checks__logprob_diff_mean=0.5, checks__logprob_diff_max=3.0)
+        assert resolve(bounded).checks.bounds("bfloat16", 0.5, "float8") == (0.5, 3.0)
+    assert "rounded to 8 bits" in caplog.text and "no bound" not in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "jaxrl_llm"):
+        resolve(make(rollout__weight_dtype="int8"), training=False)
+        resolve(make())
+    assert not caplog.text
+    assert "rollout.weight_dtype" in refusal(make(rollout__weight_dtype="int4"))
+
+
 # --- files and the command line -----------------------------------------------------------------------------------
 
 FILE = """

@@ -86,6 +86,24 @@ def test_decode_fits(mesh_name):
     assert program.argument_bytes + report.temporary_bytes < MARGIN * MEMORY
 
 
+@pytest.mark.parametrize("weight_dtype", ["int8", "float8"])
+def test_decode_with_8_bit_weights_makes_no_copy_of_them(weight_dtype):
+    """Matrices are half as large and converted where a product reads them: no more temporaries than in bfloat16, which
+    one converted matrix of the MLP would more than double.
+
+    Caught: the conversion taken out of the decode loop.
+    """
+    _, whole = decode("1")
+    mesh = gpu_programs.gpu_mesh(MESHES["1"])
+    config = gpu_programs.with_layers(LAYERS)
+    program = gpu_programs.decode_program(config, mesh, num_slots=SLOTS, context=CONTEXT, weight_dtype=weight_dtype)
+    report = program.compile()
+    matrices = LAYERS * LLAMA_8B.hidden_size * (3 * LLAMA_8B.intermediate_size + 2 * LLAMA_8B.hidden_size)
+    assert whole.argument_bytes - report.argument_bytes > matrices  # of the k and v projections, less the scales, more
+    assert report.temporary_bytes < 1.1 * whole.temporary_bytes
+    assert 2 * LLAMA_8B.hidden_size * 2 * LLAMA_8B.intermediate_size > whole.temporary_bytes
+
+
 @pytest.mark.parametrize("mesh_name", EIGHT)
 def test_decode_sends_activations_only(mesh_name):
     """Two sums a layer, that of the embedding, and the logits' gather: what tensor parallelism needs.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.bench.gpu_programs import operations
 from jaxrl_llm.config import HybridEngineConfig, MeshConfig
 from jaxrl_llm.hybrid_engine import HybridEngine, received_bytes
 from jaxrl_llm.models.decoder import Decoder
@@ -15,14 +16,15 @@ from jaxrl_llm.sharding import GENERATION, TRAINING, make_mesh
 from tests.test_update import CONFIG
 
 UNTIED = dataclasses.replace(CONFIG, tie_embeddings=False)
+MATRICES = (("attention", "qkv"), ("attention", "o"), ("mlp", "gate_up"), ("mlp", "down"))
 
 
-def engine_and_params(shape, *, bucket_bytes=2**20, dtype=jnp.float32, config=UNTIED):
+def engine_and_params(shape, *, bucket_bytes=2**20, dtype=jnp.float32, config=UNTIED, **options):
     data, fsdp, tensor = shape
     mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
     decoder = Decoder(config)
     params = jax.device_put(decoder.init(jax.random.key(0)), TRAINING.shardings(mesh, decoder.logical_axes()))
-    return HybridEngine(decoder, mesh, HybridEngineConfig(bucket_bytes=bucket_bytes), dtype), params
+    return HybridEngine(decoder, mesh, HybridEngineConfig(bucket_bytes=bucket_bytes), dtype, **options), params
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (1, 4, 2)], ids=str)
@@ -76,6 +78,49 @@ def test_a_cast_halves_what_moves():
     assert half.last.moved_bytes * 2 == whole.last.moved_bytes
     assert {leaf.dtype for leaf in jax.tree.leaves(cast)} == {jnp.dtype(jnp.bfloat16)}
     assert params["embed"]["weight"].dtype == jnp.float32 and not params["embed"]["weight"].is_deleted()
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", "float8"])
+def test_8_bit_matrices_move_a_quarter(weight_dtype):
+    """Exactly: each device of a 4 x 2 mesh has 1/8 of a matrix and gets the rest of its half, a byte a weight. Beside
+    that move the scales that lie along D, of which a device has a quarter; norms, embedding and output as before.
+
+    Caught: quantizing after the move; scales of the other matrices moved.
+    """
+    whole, params = engine_and_params((1, 4, 2))
+    low, _ = engine_and_params((1, 4, 2), weight_dtype=weight_dtype)
+    whole.to_generation(params)
+    moved = low.to_generation(params)
+    layers = moved["layers"]
+    weights = sum(layer[part][name].size for layer in layers for part, name in MATRICES)
+    matrices = 8 * (weights // 2 - weights // 8)
+    scales = 8 * len(layers) * 2 * (CONFIG.hidden_size * 3 // 4) * 4
+    assert whole.last.moved_bytes - low.last.moved_bytes == 4 * matrices - matrices - scales
+    assert matrices > scales
+
+
+@pytest.mark.parametrize("weight_dtype", ["int8", "float8"])
+def test_scales_are_of_whole_channels_and_only_they_are_exchanged(weight_dtype):
+    """The same values bit for bit as on one device, from parameters rounded once (not from bfloat16); before the move
+    nothing larger than the scales is sent.
+
+    Caught: the largest weight of a shard in place of the channel's; weights cast to bfloat16 first.
+    """
+    engine, params = engine_and_params((1, 4, 2), dtype=jnp.bfloat16, weight_dtype=weight_dtype)
+    moved = engine.to_generation(params)
+    run = jax.device_put(jax.device_get(params["blocks"]["run_0"]))
+    arrange = jax.jit(engine.decoder.generation_layer, static_argnums=(1, 2))
+    for index, layer in enumerate(moved["layers"]):
+        expected = arrange(run, index, weight_dtype)
+        for part, name in MATRICES:
+            for one in (name, f"{name}_scale"):
+                got, want = layer[part][one], expected[part][one]
+                assert got.dtype == want.dtype
+                np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+        assert layer["mlp_norm"]["scale"].dtype == jnp.bfloat16
+    text = engine._arrange.lower(params["blocks"]["run_0"], jnp.int32(0)).compile().as_text()
+    sent = operations(text, {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"})
+    assert sent and max(operation.largest for operation in sent) <= 2 * CONFIG.intermediate_size
 
 
 def test_a_repeated_change_compiles_nothing():

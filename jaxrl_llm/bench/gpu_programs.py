@@ -30,11 +30,12 @@ from jaxrl_llm.algorithms.grpo import GRPOOptions
 from jaxrl_llm.config import MeshConfig, OptimizerConfig, RolloutConfig
 from jaxrl_llm.decoding import rows as engine_rows
 from jaxrl_llm.decoding.engine import Engine
+from jaxrl_llm.models import low_precision
 from jaxrl_llm.models.config import ModelConfig, RopeConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.optimizer import make_optimizer
 from jaxrl_llm.sharding import GENERATION, TRAINING, batch_sharding, batch_shards, make_mesh, replicated
-from jaxrl_llm.types import Rows
+from jaxrl_llm.types import Params, Rows
 
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -90,28 +91,40 @@ def gpu_mesh(config: MeshConfig) -> Mesh:
     return make_mesh(config, gpu_compile.devices(count))
 
 
-def _abstract(tree: Any, shardings: Any, dtype: Any = None) -> Any:
+def _abstract(tree: Any, shardings: Any) -> Any:
     def one(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(one, tree, shardings)
 
 
 def decode_program(
-    config: ModelConfig, mesh: Mesh, *, num_slots: int = 64, context: int = 4096, attention: str = "auto"
+    config: ModelConfig,
+    mesh: Mesh,
+    *,
+    num_slots: int = 64,
+    context: int = 4096,
+    attention: str = "auto",
+    weight_dtype: str = low_precision.COMPUTE,
 ) -> Program:
     """One decode dispatch of the engine in bfloat16, with pools for all slots at full length on each replica."""
     decoder = Decoder(config)
     rollout = RolloutConfig(num_slots=num_slots, page_size=16, attention=attention)
     engine = Engine(decoder, mesh, rollout, context=context, dtype=jnp.bfloat16)
-    params = jax.eval_shape(decoder.generation_params, decoder.abstract_params())
+
+    def arrange(params: Params) -> Params:
+        arranged = decoder.generation_params(params, weight_dtype)
+        layers = [low_precision.cast_rest(layer, jnp.dtype(jnp.bfloat16)) for layer in arranged.pop("layers")]
+        return {**jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), arranged), "layers": layers}
+
+    params = jax.eval_shape(arrange, decoder.abstract_params())
     pools = jax.eval_shape(lambda: engine._zero_pools(jnp.bfloat16))
     width = engine_rows.decode_width(engine._buckets.columns[-1])
     packed = jax.ShapeDtypeStruct(
         (engine.num_replicas * engine._buckets.rows[-1], width), jnp.int32, sharding=engine._rows_sharding
     )
     arguments = (
-        _abstract(params, GENERATION.shardings(mesh, decoder.generation_axes()), jnp.bfloat16),
+        _abstract(params, GENERATION.shardings(mesh, decoder.generation_axes(weight_dtype))),
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=engine._pool_sharding), pools),
         packed,
         jax.ShapeDtypeStruct(

@@ -48,7 +48,6 @@ def quantize(
     peak = jnp.max(jnp.abs(exact), axis=contracted, keepdims=True)
     # No division by 0 for a channel of zeros; the bound keeps a tiny channel's scale out of the denormals.
     scale = jnp.maximum(peak / largest, jnp.finfo(jnp.float32).tiny)
-    scale = jnp.where(jnp.isfinite(peak), scale, jnp.nan)
     scaled = jnp.clip(exact / scale, -largest, largest)
     values = (jnp.round(scaled) if dtype == jnp.int8 else scaled).astype(dtype)
     return values, jnp.squeeze(scale, contracted)
