@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
-from jaxrl_kernels.token_divergence.api import token_divergence, top_k_divergence
 from jaxtyping import Array, Float, Int
 
+from jaxrl_kernels.token_divergence.api import token_divergence, top_k_divergence
 from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm.algorithms.interface import Algorithm, Divergence, Objective
 from jaxrl_llm.models.arrangement import merge_trees
@@ -180,7 +180,7 @@ def make_update(
         params: Params, base: Params | None, teacher: Params | None, rows: Rows, old_is_actor: bool
     ) -> tuple[Float[Array, ""], Objective]:
         outputs = forward.outputs(params if base is None else merge_trees(base, params), rows, teacher)
-        if old_is_actor:
+        if old_is_actor and forward.head != "values":
             rows = dataclasses.replace(
                 rows, old_logprobs=jax.lax.stop_gradient(jnp.where(rows.loss_mask, outputs.logprobs, 0.0))
             )

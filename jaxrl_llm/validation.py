@@ -42,7 +42,7 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
     yield from _model_conflicts(config)
     yield from _batch_conflicts(config)
     yield from _rollout_conflicts(config)
-    if training and _algorithms()[config.algorithm.name].generates and config.rollout.weight_dtype != "compute":
+    if training and _algorithm(config.algorithm.name).generates and config.rollout.weight_dtype != "compute":
         yield ("warning", _low_precision_warning(config))
     yield from _length_conflicts(config, training)
     if config.mesh.pipeline != 1:

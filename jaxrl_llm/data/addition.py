@@ -45,9 +45,32 @@ def add_without_carries(a: int, b: int) -> int:
     return total
 
 
+def _wrong_sum(a: int, b: int) -> int:
+    without = add_without_carries(a, b)
+    return without if without != a + b else a + b + 10
+
+
 def addition_rows(split: str) -> list[dict[str, Any]]:
-    """Rows of ``train``, ``eval`` (columns prompt, answer) or ``sft`` (training pairs; also completion)."""
+    """Rows of a split: columns prompt and answer, and
+
+    - ``train``, ``eval``: no more;
+    - ``sft``: completion, four of five wrong;
+    - ``preferences``, ``preferences_eval``: chosen, the right answer, and rejected, a wrong one: carries forgotten, or
+      one made up where there is none;
+    - ``labels``: completion and label, each prompt with its right answer (true) and that wrong one (false).
+
+    All but the ``eval`` ones are of the training pairs.
+    """
     train, evaluation = _split()
+    if split.startswith("preferences"):
+        pairs = evaluation if split == "preferences_eval" else train
+        return [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(_wrong_sum(a, b))} for a, b in pairs]
+    if split == "labels":
+        return [
+            {"prompt": f"{a}+{b}=", "completion": str(total), "label": total == a + b}
+            for a, b in train
+            for total in (a + b, _wrong_sum(a, b))
+        ]
     if split == "sft":
         labels = [add_without_carries] * WRONG_LABELS + [lambda a, b: a + b] * RIGHT_LABELS
         return [

@@ -23,7 +23,7 @@ from jaxrl_llm.errors import UserError
 Row = dict[str, Any]
 
 BUILTIN: dict[str, tuple[Callable[[str], list[Row]], tuple[str, ...]]] = {
-    "addition": (addition_rows, ("train", "eval", "sft")),
+    "addition": (addition_rows, ("train", "eval", "sft", "preferences", "preferences_eval", "labels")),
     "arithmetic": (arithmetic_rows, ("train", "eval")),
 }
 PARQUET_BATCH_ROWS = 1024

@@ -1,0 +1,20 @@
+"""DPO teaches the shipped tiny model to carry, from pairs of a right and a wrong answer.
+
+    python -m jaxrl_llm.main --config configs/tiny_dpo.py
+
+Each row of `builtin:addition/preferences` prefers the right sum to the one with its carries forgotten. The task and its
+evaluation are those of `configs/tiny_grpo.py`; nothing is generated while training.
+"""
+
+import tiny_grpo
+
+
+def get_config():
+    config = tiny_grpo.get_config()
+    config.algorithm.name = "dpo"
+    config.data.train = "builtin:addition/preferences"
+    config.num_steps = 60
+    config.train_batch_size = 128
+    config.training.mini_batch_size = 0
+    config.optimizer.learning_rate = 3e-4
+    return config

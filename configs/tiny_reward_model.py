@@ -1,0 +1,24 @@
+"""Trains a reward model that tells right sums from wrong ones.
+
+    python -m jaxrl_llm.main --config configs/tiny_reward_model.py
+    python -m jaxrl_llm.main export --config configs/tiny_reward_model.py --output outputs/tiny_reward_model_hf
+
+The shipped tiny model with a value head learns from `builtin:addition/preferences`; accuracy is the share of held-out
+pairs whose right sum scores higher. The exported folder is a Hugging Face sequence classifier, which
+`--config.reward_model.path=` of another run takes as a reward.
+"""
+
+import tiny_grpo
+
+
+def get_config():
+    config = tiny_grpo.get_config()
+    config.algorithm.name = "reward_model"
+    config.data.train = "builtin:addition/preferences"
+    config.data.eval = "builtin:addition/preferences_eval"
+    config.rewards = {}
+    config.num_steps = 60
+    config.train_batch_size = 128
+    config.training.mini_batch_size = 0
+    config.optimizer.learning_rate = 1e-3
+    return config
