@@ -421,6 +421,7 @@ class Trainer:
             batch_size=self.config.train_batch_size,
             seed=self.config.seed,
             max_response_tokens=None if self.algorithm.generates else self.config.rollout.max_new_tokens,
+            kind="prompt" if self.algorithm.generates else "completion",
         )
 
     def _read_eval_examples(self) -> list[Example]:

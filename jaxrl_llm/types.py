@@ -58,8 +58,12 @@ class Example:
       prompt_ids: its token ids ``[t]``, int32, with exactly one BOS where the model uses one.
       answer: the ground truth that rewards compare with; None where there is none.
       metadata: every other column of the row, given to rewards.
-      response_ids: token ids ``[t]`` of the completion to imitate, EOS included; None unless the data
-        has one (SFT).
+      response_ids: token ids ``[t]`` of the completion, EOS included: the one to imitate, the chosen one of a pair,
+        or the labelled one. None where only the prompt is read. What stands behind the first turn of the assistant
+        in a chat of several belongs to it, the other roles' turns too.
+      response_mask: bool ``[t]``, True where a token of ``response_ids`` is trained; None for all of them.
+      rejected_ids: token ids ``[t]`` of the completion that ``response_ids`` is preferred to, EOS included.
+      label: whether ``response_ids`` is desirable; None unless the data says so.
       row: index of the row in its file, which with the epoch fixes the sampling randomness.
       epoch: which pass over the data this is, from 0.
     """
@@ -70,6 +74,9 @@ class Example:
     answer: Any = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     response_ids: np.ndarray | None = None
+    response_mask: np.ndarray | None = None
+    rejected_ids: np.ndarray | None = None
+    label: bool | None = None
     row: int = 0
     epoch: int = 0
 

@@ -2,7 +2,8 @@
 
     loss = -sum_t w_t log p(token_t | tokens_<t) / denominator
 
-Goes through the same tuple and trainer as the on-policy algorithms, without generation; prompts are not trained on.
+Goes through the same tuple and trainer as the on-policy algorithms, without generation; prompts are not trained on,
+nor the other roles' turns in a chat with several of the assistant's.
 """
 
 from __future__ import annotations
@@ -50,9 +51,10 @@ def collect(context: Context, examples: Sequence[Example]) -> Rollouts:
 def prepare(context: Context, rollouts: Rollouts) -> Sequences:
     tokens, masks = [], []
     for n, response in enumerate(rollouts.responses):
-        prompt = rollouts.examples[rollouts.group[n]].prompt_ids
-        tokens.append(np.concatenate([prompt, response]).astype(np.int32))
-        masks.append(np.arange(len(tokens[-1])) >= len(prompt))
+        example = rollouts.examples[rollouts.group[n]]
+        tokens.append(np.concatenate([example.prompt_ids, response]).astype(np.int32))
+        trained = np.ones(len(response), bool) if example.response_mask is None else example.response_mask
+        masks.append(np.concatenate([np.zeros(len(example.prompt_ids), bool), trained]))
     return Sequences(tokens, masks, rollouts.group)
 
 

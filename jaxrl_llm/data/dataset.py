@@ -16,6 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import DataConfig
+from jaxrl_llm.data.columns import Kind
 from jaxrl_llm.data.examples import load_examples
 from jaxrl_llm.data.order import epoch_order
 from jaxrl_llm.errors import UserError
@@ -32,8 +33,9 @@ class PromptData:
       batch_size: prompts of the whole batch, over all processes.
       seed: fixes the order of every epoch.
       max_prompt_tokens: longest prompt; ``config.max_prompt_tokens`` unless given.
-      max_response_tokens: longest completion to imitate, EOS included; longer ones are treated like overlong
+      max_response_tokens: longest completion, EOS included; rows with longer ones are treated like overlong
         prompts. None: no limit.
+      kind: what the algorithm needs of a row, see `load_examples`.
       order: replaces ``epoch_order`` (called with the epoch), for tests.
 
     Attributes:
@@ -52,6 +54,7 @@ class PromptData:
         seed: int = 0,
         max_prompt_tokens: int | None = None,
         max_response_tokens: int | None = None,
+        kind: Kind = "prompt",
         process_index: int = 0,
         process_count: int = 1,
         order: Callable[[int], np.ndarray] | None = None,
@@ -65,6 +68,7 @@ class PromptData:
             self._path,
             max_prompt_tokens=max_prompt_tokens or config.max_prompt_tokens,
             max_response_tokens=max_response_tokens,
+            kind=kind,
         )
         self._order = order or (lambda epoch: epoch_order(seed, epoch, self.num_rows, shuffle=config.shuffle))
         self._order_cache: tuple[int, np.ndarray] | None = None

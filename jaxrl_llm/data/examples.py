@@ -7,13 +7,13 @@ import itertools
 import logging
 from collections.abc import Iterable
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import DataConfig
-from jaxrl_llm.data.columns import Record, map_row
+from jaxrl_llm.data.columns import Kind, Record, map_row
 from jaxrl_llm.data.prompts import encode_prompts, encode_response, longest_token, render_prompt, truncate
 from jaxrl_llm.data.sources import Row, iterate_rows
+from jaxrl_llm.data.turns import encode_turns
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Example
 
@@ -29,7 +29,8 @@ class LengthLimit:
 
     Attributes:
       max_prompt_tokens: longest prompt.
-      max_response_tokens: longest completion to imitate, EOS included; None for no limit.
+      max_response_tokens: longest completion, EOS included; None for no limit. A pair is too long where one of its
+        two completions is.
       rule: ``filter``, ``truncate_left``, ``truncate_right`` (which side of the prompt is cut; a completion
         always loses its end) or ``error``.
     """
@@ -43,8 +44,8 @@ class LengthLimit:
         return self.rule.startswith("truncate_")
 
     def exceeded_by(self, example: Example) -> bool:
-        response, limit = example.response_ids, self.max_response_tokens
-        long_response = response is not None and limit is not None and len(response) > limit
+        responses, limit = (example.response_ids, example.rejected_ids), self.max_response_tokens
+        long_response = limit is not None and any(ids is not None and len(ids) > limit for ids in responses)
         return len(example.prompt_ids) > self.max_prompt_tokens or long_response
 
     def cut(self, example: Example, tokenizer: PreTrainedTokenizerBase) -> Example:
@@ -53,10 +54,9 @@ class LengthLimit:
         bos = tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else None
         ids = truncate(example.prompt_ids, self.max_prompt_tokens, side, bos)
         text = example.prompt if len(ids) == len(example.prompt_ids) else tokenizer.decode(ids)
-        response = example.response_ids
-        if response is not None and self.max_response_tokens is not None:
-            response = response[: self.max_response_tokens]
-        return dataclasses.replace(example, prompt=text, prompt_ids=ids, response_ids=response)
+        values = {name: getattr(example, name) for name in ("response_ids", "response_mask", "rejected_ids")}
+        values = {name: None if value is None else value[: self.max_response_tokens] for name, value in values.items()}
+        return dataclasses.replace(example, prompt=text, prompt_ids=ids, **values)
 
 
 def load_examples(
@@ -66,8 +66,14 @@ def load_examples(
     *,
     max_prompt_tokens: int,
     max_response_tokens: int | None = None,
+    kind: Kind = "prompt",
 ) -> tuple[list[Example], dict[str, int]]:
     """Reads and encodes ``path`` and applies ``config.overlong_prompts``.
+
+    ``kind`` is what the algorithm needs of a row (`columns.map_row`) and fixes which fields of the examples are there:
+    ``prompt``: none; ``completion``: ``response_ids``, and ``response_mask`` for a chat with several turns of the
+    assistant; ``preference``: ``response_ids`` (chosen) and ``rejected_ids``; ``label``: ``response_ids`` and
+    ``label``.
 
     Returns the examples in file order, and the counts ``rows`` (read), ``kept``, ``filtered`` and ``truncated``.
     One warning says how many rows were left out or cut, and names the first.
@@ -82,7 +88,7 @@ def load_examples(
     num_rows = 0
     while chunk := list(itertools.islice(rows, ENCODE_ROWS)):
         num_rows += len(chunk)
-        for example in _encode(config, tokenizer, path, chunk, limit):
+        for example in _encode(config, tokenizer, path, chunk, limit, kind):
             if limit.exceeded_by(example):
                 overlong.append(example.row)
                 if not limit.truncates:
@@ -108,40 +114,52 @@ def _encode(
     path: str,
     rows: list[tuple[int, Row]],
     limit: LengthLimit,
+    kind: Kind,
 ) -> Iterable[Example]:
     records: list[Record] = []
     texts: list[str] = []
     templated: list[bool] = []
+    where = [f"{path}, row {index}" for index, _ in rows]
     # A text beyond this can't fit, whatever its tokens, and is cut before it can stall the tokenizer. The factor
     # leaves room for tokenizers that drop whitespace.
     longest_text = 2 * longest_token(tokenizer) * (limit.max_prompt_tokens + 1)
-    for index, row in rows:
-        where = f"{path}, row {index}"
-        record = map_row(row, where, prompt_column=config.prompt_column, answer_column=config.answer_column)
+    for name, (_, row) in zip(where, rows, strict=True):
+        record = map_row(row, name, prompt_column=config.prompt_column, answer_column=config.answer_column, kind=kind)
         text, is_templated = render_prompt(
             tokenizer,
             record.prompt,
             system_prompt=config.system_prompt,
             apply_chat_template=config.apply_chat_template,
-            where=f"{where}: the prompt",
+            where=f"{name}: the prompt",
         )
         records.append(record)
         texts.append(text[-longest_text:] if limit.rule == "truncate_left" else text[:longest_text])
         templated.append(is_templated)
-    encoded = encode_prompts(tokenizer, texts, templated, [f"{path}, row {index}" for index, _ in rows])
-    for (index, _), record, text, ids in zip(rows, records, texts, encoded, strict=True):
-        response: np.ndarray | None = None
-        if record.completion is not None:
-            response = encode_response(tokenizer, record.completion, f"{path}, row {index}")
-        yield Example(
-            uid=f"{index}@0",
-            prompt=text,
-            prompt_ids=ids,
-            answer=record.answer,
-            metadata=record.metadata,
-            response_ids=response,
-            row=index,
+    encoded = encode_prompts(tokenizer, texts, templated, where)
+    for name, (index, _), record, text, ids in zip(where, rows, records, texts, encoded, strict=True):
+        example = Example(
+            uid=f"{index}@0", prompt=text, prompt_ids=ids, answer=record.answer, metadata=record.metadata, row=index
         )
+        yield example if kind == "prompt" else _with_completions(example, record, tokenizer, config.system_prompt, name)
+
+
+def _with_completions(
+    example: Example, record: Record, tokenizer: PreTrainedTokenizerBase, system_prompt: str, where: str
+) -> Example:
+    """The example with what its row has beside a prompt."""
+    if record.turns is not None:
+        turns = encode_turns(tokenizer, record.turns, system_prompt=system_prompt, where=f"{where}: the chat")
+        return dataclasses.replace(
+            example,
+            prompt_ids=turns.prompt_ids,
+            response_ids=turns.response_ids,
+            response_mask=turns.response_mask,
+        )
+    response, rejected = (
+        None if text is None else encode_response(tokenizer, text, where)
+        for text in (record.completion, record.rejected)
+    )
+    return dataclasses.replace(example, response_ids=response, rejected_ids=rejected, label=record.label)
 
 
 def _report(path: str, limit: LengthLimit, overlong: list[int], num_rows: int) -> None:

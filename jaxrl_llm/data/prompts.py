@@ -133,11 +133,26 @@ def encode_response(tokenizer: PreTrainedTokenizerBase, text: str, where: str = 
     Raises:
       UserError: the tokenizer has no EOS token, or no token for a part of the text.
     """
-    if tokenizer.eos_token_id is None:
+    eos = require_eos(tokenizer)
+    return np.asarray([*encode_text(tokenizer, text, where), eos], np.int32)
+
+
+def encode_text(tokenizer: PreTrainedTokenizerBase, text: str, where: str) -> list[int]:
+    """Token ids of a text as it stands: nothing is added. ``where`` names it in errors."""
+    return _encode(tokenizer, [text], [where])[0]
+
+
+def require_eos(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the token that ends every completion.
+
+    Raises:
+      UserError: the tokenizer has none.
+    """
+    if not isinstance(tokenizer.eos_token_id, int):
         raise UserError(
             "The tokenizer has no EOS token, so completions have no end. Set tokenizer.path to one with it."
         )
-    return np.asarray([*_encode(tokenizer, [text], [where])[0], tokenizer.eos_token_id], np.int32)
+    return tokenizer.eos_token_id
 
 
 def truncate(prompt_ids: np.ndarray, limit: int, side: str, bos_token_id: int | None) -> np.ndarray:

@@ -227,13 +227,13 @@ def test_a_huge_row_does_not_stall(tmp_path: Path, tokenizer: Any, caplog: pytes
 def test_completions_to_imitate(tmp_path: Path, tokenizer: Any):
     path = write(tmp_path, ["1+1=", "2+2="], completion="1234", answer="2")
     config = DataConfig(train=path)
-    examples = in_file_order(PromptData(config, tokenizer, batch_size=1))
+    examples = in_file_order(PromptData(config, tokenizer, batch_size=1, kind="completion"))
     assert examples[0].response_ids.tolist() == [4, 5, 6, 7, 2]
-    assert in_file_order(PromptData(numbered(tmp_path, 2), tokenizer, batch_size=1))[0].response_ids is None
+    assert in_file_order(PromptData(config, tokenizer, batch_size=1))[0].response_ids is None
     with pytest.raises(UserError, match="All 2 rows"):
         write(tmp_path, ["1+1=", "2+2="], completion="1234")
-        PromptData(config, tokenizer, batch_size=1, max_response_tokens=4)
+        PromptData(config, tokenizer, batch_size=1, max_response_tokens=4, kind="completion")
     cut = DataConfig(train=path, overlong_prompts="truncate_left")
-    (example, _) = in_file_order(PromptData(cut, tokenizer, batch_size=1, max_response_tokens=4))
+    (example, _) = in_file_order(PromptData(cut, tokenizer, batch_size=1, max_response_tokens=4, kind="completion"))
     assert example.response_ids.tolist() == [4, 5, 6, 7]
     assert example.prompt == "1+1="
