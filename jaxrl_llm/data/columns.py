@@ -124,7 +124,7 @@ def map_row(
     chosen, rejected = (_completion_text(row[side], f"{where}: the {side} completion") for side in SIDES)
     if chosen is None or rejected is None:
         raise UserError(f"{where}: the chosen or the rejected completion is empty; both are needed.")
-    return dataclasses.replace(record, completion=chosen, rejected=rejected, answer=None if used is None else answer)
+    return dataclasses.replace(record, completion=chosen, rejected=rejected)
 
 
 def _with_turns(record: Record, turns: Messages, where: str) -> Record:
@@ -164,7 +164,7 @@ def _explicit_prompt(row: Mapping[str, Any], where: str, prompt_column: str) -> 
     while shared < min(map(len, chats)) and chats[0][shared] == chats[1][shared]:
         shared += 1
     rest = [chat[shared:] for chat in chats]
-    if not shared or any(len(turns) != 1 or turns[0]["role"] != "assistant" for turns in rest):
+    if any(len(turns) != 1 or turns[0]["role"] != "assistant" for turns in rest):
         raise UserError(
             f"{where}: chosen and rejected share their first {shared} turns, behind which they have {len(rest[0])} and "
             f"{len(rest[1])}. They must begin with the same turns and differ in one last turn of the assistant."
