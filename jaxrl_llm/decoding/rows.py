@@ -1,7 +1,8 @@
 """The one array that goes to the device per dispatch, and the one that comes back.
 
 All of a dispatch's inputs are columns of a single int32 matrix (floats and unsigned words keep their bits), so
-that a dispatch costs one transfer whatever it holds. Both directions of the layout live here.
+that a dispatch costs one transfer whatever it holds. Both directions of the layout live here. Where rows ended stays on
+the device as well, so that a dispatch can be queued before the tokens of the one before it are read.
 """
 
 from __future__ import annotations

@@ -154,7 +154,8 @@ ENDS = st.tuples(st.integers(1, 30), st.integers(0, 20), st.integers(0, 20))
 def test_random_traffic(groups, num_slots, spare_pages, most):
     """Tokens, ends, preemptions and pages, in pools of any size, with limits, stop ids and stop strings.
 
-    Caught: TRIED
+    Caught: pages for one dispatch too few; pages taken that aren't free; rows planned ahead while samples wait (another
+    order, other preemptions); a page fewer given back than held.
     """
     longest = max(length + limit for length, ends in groups for limit, _, _ in ends)
     num_pages = pages_for(longest, PAGE) + 1 + spare_pages
@@ -176,7 +177,7 @@ class Clock:
 
 
 def test_host_seconds_are_those_without_a_program():
-    """Caught: TRIED"""
+    """Caught: the wait counted; all of the host's time; the launch left out."""
     clock, idle = Clock(), True
     host = HostClock(lambda: idle, clock)
     clock.now += 1  # before the first program
@@ -239,7 +240,10 @@ def one_slot(model, rollout):
 
 
 def test_the_next_dispatch_is_queued_before_the_last_is_read(one_slot, make_request, monkeypatch):
-    """Except while samples wait, or where no sample can go on. Caught: TRIED"""
+    """Except while samples wait, or where no sample can go on.
+
+    Caught: rows that are sure to have ended queued once more; rows queued while samples wait.
+    """
     engine, params = one_slot
     events = events_of(engine, monkeypatch)
     engine.generate(params, [make_request(5, n=1, max_tokens=12, ignore_eos=True)])
@@ -265,12 +269,13 @@ def random_requests(random, make_request):
     ]
 
 
-@pytest.mark.parametrize(("replicas", "num_pages"), [(1, 20), (2, 30)])
+@pytest.mark.parametrize(("replicas", "num_pages"), [(1, 20), (2, 17)])
 def test_nobody_can_tell(model, rollout, make_request, monkeypatch, unqueued, replicas, num_pages):
     """Random traffic with and without queueing ahead, in pools where samples lose their pages: equal to the bit, the
     text that is shown as it grows too.
 
-    Caught: TRIED
+    Caught: tokens that were made past a stop string; a queued row that starts with the host's token or count of
+    tokens, or from another row; pages for one dispatch too few.
     """
     mesh = MeshConfig(data=replicas, fsdp=1, tensor=1, pipeline=1)
     engine, params = model.engine(
@@ -311,7 +316,7 @@ def test_nobody_can_tell(model, rollout, make_request, monkeypatch, unqueued, re
 
 
 def test_work_of_the_host_between_dispatches_is_counted(one_slot, make_request):
-    """Of three rounds with nothing queued ahead. Caught: TRIED"""
+    """Of three rounds with nothing queued ahead. Caught: a device that never counts as idle."""
     engine, params = one_slot
     requests = [make_request(3, n=3, max_tokens=5)]
     for _ in range(2):  # the first compiles
@@ -328,7 +333,7 @@ def test_ragged_traffic(model, rollout, make_request):
     """200 requests of random lengths, one to three samples each, in a pool for a few of them, after `warmup`: nothing
     compiles, every response has its length, no page is lost, and company changes no token.
 
-    Caught: TRIED
+    Caught: a program left out of the warm-up; a page kept; randomness from the row of the batch.
     """
     random = np.random.default_rng(0)
     requests = [

@@ -17,7 +17,7 @@ def test_the_profile_of_a_step_is_in_the_work_folder(tmp_path):
     """Of the steps asked for and no other, with the step and its phases by name; and the fraction of generation in
     which the device waited for the host is among the metrics.
 
-    Caught: TRIED
+    Caught: the step counted from 0; phases without a name.
     """
     changes = {"num_steps": 2, "profile_steps": (2,), "checkpoint.every_steps": 0, "checkpoint.save_final": False}
     config = make_config("builtin:addition/train", **changes)
@@ -29,7 +29,7 @@ def test_the_profile_of_a_step_is_in_the_work_folder(tmp_path):
 
 
 def test_a_profile_needs_a_folder():
-    """Before weights are loaded. Caught: TRIED"""
+    """Before weights are loaded. Caught: the check left out."""
     config = make_config("builtin:addition/train", profile_steps=(1, 2))
     with pytest.raises(UserError, match=r"profile_steps = \(1, 2\).* --workdir"):
         Trainer(config, None, rewards={"exact": exact}, devices=jax.devices()[:1])
