@@ -40,7 +40,7 @@ def nbytes(tree):
 def test_only_the_adapters_move_again(shape):
     """The second change, of adapters that an update has replaced: the base's arrays are the same objects, the values
     are right, what was copied is as much as the adapters' shards, and nothing compiles. Caught: all moved again; the
-    adapters of the first change returned again; a copied base that goes uncounted."""
+    adapters of the first change returned again."""
     engine, base, adapters = setup(shape)
     first = engine.to_generation(merge_trees(base, adapters))
     whole = engine.last
@@ -60,7 +60,7 @@ def test_only_the_adapters_move_again(shape):
 
 def test_moved_bytes_of_adapters_are_the_theoretical_minimum():
     """fsdp 4: a device holds a quarter of every array that carries `embed` and receives the rest of it. qkv_lora_b and
-    down_lora_a carry none and stay. Caught: the base counted at each change."""
+    down_lora_a carry none and stay."""
     engine, base, adapters = setup((1, 4, 1))
     engine.to_generation(merge_trees(base, adapters))
     generation = engine.to_generation(merge_trees(base, adapters))
@@ -76,8 +76,8 @@ def test_moved_bytes_of_adapters_are_the_theoretical_minimum():
 
 
 def test_another_base_is_moved_and_the_old_one_let_go():
-    """Caught: the base known by equal shapes, or by ids, which are used again; an old base held beside the new one;
-    the training base kept alive by the engine."""
+    """Caught: the base known by equal shapes; an old base held beside the new one; the training base kept alive by the
+    engine."""
     engine, base, adapters = setup((1, 1, 1), dtype=jnp.bfloat16)
     first = engine.to_generation(merge_trees(base, adapters))
     old = weakref.ref(base_of(first)[-1])
@@ -103,7 +103,7 @@ def test_another_base_is_moved_and_the_old_one_let_go():
 
 
 def test_equal_layouts_share_the_base_and_adapters_must_be_there():
-    """Caught: a copy of what both layouts hold alike; adapters silently left out of generation."""
+    """Caught: a model's adapters silently left out of its generation."""
     engine, base, adapters = setup((1, 1, 1))
     generation = engine.to_generation(merge_trees(base, adapters))
     assert generation["embed"]["weight"] is base["embed"]["weight"]

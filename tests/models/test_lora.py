@@ -77,8 +77,8 @@ def folded_gradient():
 
 @pytest.mark.parametrize("remat, unroll", [("none", True), ("full", False), ("dots", False)])
 def test_value_and_gradient_are_those_of_the_folded_model(remat, unroll):
-    """Every target, biases, layers unrolled and in a loop. Caught: the scale left out or used twice; the branch added
-    behind the bias of another projection; o's branch fed the queries.
+    """Every target, biases, layers unrolled and in a loop. Caught: the scale left out or used twice; o's branch fed the
+    queries.
 
     Both add the same products in another order: 1e-5 of the norm."""
     decoder, base, adapters = adapted_model(qkv_bias=True)
@@ -162,8 +162,8 @@ def test_a_layer_that_keeps_its_products_keeps_no_wide_one_of_a_branch():
     ],
 )
 def test_generation_equals_training(monkeypatch, targets, on_cpu):
-    """The fused branch against the training one, both forms of the MLP. Caught: k's columns of the fused B read by v;
-    the branch of a lone up added to gate; the scale left out; the branch of down fed x.
+    """The fused branch against the training one, both forms of the MLP. Caught: k's part of the fused B read by v; the
+    branch of a lone up added to gate; the scale left out; the branch of down fed gate alone.
 
     Within 1e-4, the project's bound for any decode against its forward."""
     monkeypatch.setattr(blocks, "compiles_for_cpu", lambda: on_cpu)

@@ -104,7 +104,7 @@ def saved(tmp_path, change=None, **options):
 
 def test_what_peft_writes_otherwise_is_understood(tmp_path):
     """Targets as a pattern, the scale alpha / sqrt(r), bfloat16 tensors, and settings of dropout and of the start,
-    which change nothing here. Caught: alpha / r whatever use_rslora; targets read from target_modules alone."""
+    which change nothing here. Caught: alpha / r whatever use_rslora."""
     import ml_dtypes
 
     folder, decoder = saved(
