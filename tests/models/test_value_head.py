@@ -86,7 +86,7 @@ def test_scores_equal_transformers_both_ways(tmp_path, name):
     """Load what transformers wrote, export it, and transformers reads it back: the same scores and weights.
 
     The tolerance is float32's: scores are sums of 32 products of size 1, of hidden states that two implementations
-    round at about 1e-6 each (measured: below 2e-6). Caught: the last column of the row instead of the text's last
+    round at about 1e-6 each (measured: below 5e-7). Caught: the last column of the row instead of the text's last
     token; one column before it; texts scored at their own trailing padding tokens.
     """
     from transformers import AutoModelForSequenceClassification
@@ -167,7 +167,7 @@ def test_a_language_model_gets_a_new_head_where_asked(tmp_path):
 
 def test_on_a_mesh_scores_are_the_same(tmp_path):
     """Parameters split over fsdp and tensor, rows over fsdp; the head is whole on every device. Sums over the split
-    width add up in another order: 1e-5 for scores of size 1."""
+    width add up in another order: scores of size 10 differ by 6e-6."""
     decoder, params = tiny_model(windows=(None, None))
     params = add_value_head(decoder, params)
     params["value_head"]["weight"] = jax.random.normal(jax.random.key(1), (32,))
@@ -181,12 +181,12 @@ def test_on_a_mesh_scores_are_the_same(tmp_path):
     for leaf, sharding in zip(jax.tree.leaves(loaded), jax.tree.leaves(shardings), strict=True):
         assert leaf.sharding == sharding
     with jax.set_mesh(mesh):
-        np.testing.assert_allclose(_scores(sharded, loaded, tokens, mask), expected, atol=1e-5)
+        np.testing.assert_allclose(_scores(sharded, loaded, tokens, mask), expected, atol=3e-5)
 
 
 def test_what_is_no_single_score_is_refused(tmp_path):
-    """Several labels, a head of another shape, and tensors left over. Caught: the first of two labels taken for the
-    score."""
+    """Several labels, a head of another shape, and tensors left over. Caught: two labels taken for a
+    value head."""
     _torch_classifier("llama", tmp_path / "two", num_labels=2)
     with pytest.raises(UserError, match=r"has 2 labels .*a value head has one output"):
         load_classifier(tmp_path / "two")
