@@ -227,7 +227,7 @@ class Algorithm:
     validate: Callable[[Any, RunConfig], list[tuple[str, str]]] = _NOTHING
     loss_aggregation: Callable[[Any], str] = lambda options: "token-mean"
     generates: bool = True
-    data: str = "prompt"
+    data: Literal["prompt", "completion", "preference", "label"] = "prompt"
     compares: bool = False
     needs_rewards: bool = True
     longest: Callable[[Any, int, int], int] = lambda options, prompt, response: prompt + response

@@ -84,8 +84,9 @@ def check(algorithm: Algorithm) -> list[str]:
     ]
     for part, arguments in _ARGUMENTS.items():
         problems += _signature(part, getattr(algorithm, part), arguments)
-    is_mapping = isinstance(algorithm.losses, Mapping)
-    by_role = dict(algorithm.losses) if is_mapping else {"": algorithm.losses}
+    losses = algorithm.losses
+    is_mapping = isinstance(losses, Mapping)
+    by_role = {str(role): loss for role, loss in losses.items()} if isinstance(losses, Mapping) else {"": losses}
     for role, loss in by_role.items():
         problems += _signature(f"losses[{role!r}]" if role else "losses", loss, _LOSS_ARGUMENTS)
     if algorithm.data not in _DATA:
