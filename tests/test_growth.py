@@ -1,12 +1,13 @@
 """The growth benchmark on a tiny model: every row is there, and what holds by construction holds in the tables."""
 
+import dataclasses
 import json
 import sys
 
 import pytest
 
 from jaxrl_llm.bench import __main__ as bench
-from jaxrl_llm.bench.growth import QUICK, TABLES
+from jaxrl_llm.bench.growth import QUICK, TABLES, load, measure
 from jaxrl_llm.bench.whole_model import WORK
 
 PAGE = 16  # tokens, the default of rollout.page_size
@@ -38,7 +39,8 @@ def test_every_row_is_there_and_positive(tables):
 
 
 def test_pages_follow_the_live_tokens(tables):
-    """Each running sequence holds the pages of its cached tokens, the last one partly filled; nothing else is held.
+    """Each running sequence holds the pages of its cached tokens and of those of a dispatch queued ahead (8 here), the
+    last one partly filled; nothing else is held.
 
     Caught: the pages of the pool in place of those in use; pages counted after the finished samples gave theirs back.
     """
@@ -46,7 +48,7 @@ def test_pages_follow_the_live_tokens(tables):
     config, (slots, longest, _) = WORK["tiny"].model, QUICK.load
     page_bytes = 2 * config.num_layers * PAGE * config.num_kv_heads * config.head_size * 4
     for row in rows:
-        assert row["live tokens"] <= PAGE * row["pages in use"] < row["live tokens"] + PAGE * row["running"]
+        assert row["live tokens"] <= PAGE * row["pages in use"] < row["live tokens"] + (PAGE + 8) * row["running"]
         assert row["MiB"] * 2**20 == pytest.approx(row["pages in use"] * page_bytes)
         assert row["of that"] == pytest.approx(row["pages in use"] / (slots * longest // PAGE))
     assert max(row["running"] for row in rows) == slots and rows[-1]["running"] < slots
@@ -60,6 +62,13 @@ def test_updates_compute_full_rows(tables):
         prompt, group, new = row["prompt"], row["group"], QUICK.update_tokens
         expected = prompt + group * new if row["prompts shared"] == "yes" else group * (prompt + new)
         assert row["tokens computed"] == expected
+
+
+def test_what_comes_after_the_time_is_left_out(capsys):
+    size = dataclasses.replace(QUICK, total_s=0.0)
+    ((name, rows),) = measure(load("random"), size, ("update",))
+    assert name == "update" and len(rows) == 1
+    assert "update: its time is up" in capsys.readouterr().err
 
 
 def test_an_unknown_table_is_named(monkeypatch, capsys):

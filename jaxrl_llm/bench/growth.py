@@ -1,7 +1,7 @@
 """How time and memory grow with what is asked: batch, context, live tokens, group size. A table each.
 
-Every point is measured until its repeats are done or its seconds are used up, at least once after what compiles, so
-that the whole is bounded; the tables say how many repeats a median is of.
+Every point is measured until its repeats are done or its seconds are used up, at least once after what compiles; the
+tables say how many repeats a median is of. Points come in growing order; those beyond the time of all are left out.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Size:
       prompts, update_tokens: tokens of prompt and completion of the updates; one prompt each.
       row_tokens: rows of an update hold at most so many.
       repeats, point_s: of a point, whichever is reached first.
+      total_s: each table has its share of it, and what those before left over; what would come later is left out.
     """
 
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -50,6 +51,7 @@ class Size:
     row_tokens: int = 1152
     repeats: int = 3
     point_s: float = 5.0
+    total_s: float = 450.0
 
 
 FULL = Size()
@@ -117,12 +119,16 @@ def measure(model: Model, size: Size, tables: tuple[str, ...]) -> Iterator[tuple
         "memory": growth_decode.cache_memory,
         "update": growth_update.against_group_size,
     }
-    for name in tables:
+    start = time.perf_counter()
+    for index, name in enumerate(tables):
         rows = []
         for row in makers[name](model, size):
             rows.append(row)
             shown = ", ".join(f"{column} {_shown(value)}" for column, value in row.items())
             print(f"{name}: {shown}", file=sys.stderr, flush=True)
+            if time.perf_counter() - start > size.total_s * (index + 1) / len(tables):
+                print(f"{name}: its time is up; what has not come yet is left out", file=sys.stderr, flush=True)
+                break
         yield name, rows
 
 

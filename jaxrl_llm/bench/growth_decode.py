@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxrl_llm.bench.growth import Model, Row, Size, repeat
 from jaxrl_llm.config import MeshConfig, RolloutConfig
-from jaxrl_llm.decoding.engine import Engine
+from jaxrl_llm.decoding.engine import Dispatch, Engine
 from jaxrl_llm.decoding.pages import PageAllocator, pages_for
 from jaxrl_llm.decoding.request import Request, SamplingParams, sample_seeds
 from jaxrl_llm.decoding.sample import Sample
@@ -22,34 +22,38 @@ from jaxrl_llm.types import Params
 
 
 class WatchedEngine(Engine):
-    """An engine that waits for the device after prefill and after decode, and knows the seconds of each.
+    """An engine that waits for prefill, and knows its seconds and those of the rest, decode with its host work.
 
     Attributes:
-      watch: called after each decode dispatch with what ran, before finished samples give their pages back.
+      watch: called with the samples of each decode dispatch when its tokens are there, before finished ones give their
+        pages back.
     """
 
-    prefill_s = decode_s = 0.0
+    prefill_s = 0.0
     allocators: list[PageAllocator]
-    watch: Callable[[Sequence[Sequence[Sample]]], None] | None = None
+    watch: Callable[[list[Sample]], None] | None = None
+
+    @property
+    def decode_s(self) -> float:
+        """Of the last call."""
+        return self.stats.seconds - self.prefill_s
 
     def _take_allocators(self, gen_params: Params, reuse: bool) -> list[PageAllocator]:
-        self.prefill_s = self.decode_s = 0.0
+        self.prefill_s = 0.0
         self.allocators = super()._take_allocators(gen_params, reuse)
         return self.allocators
 
     def _prefill(self, gen_params: Params, plan: Plan) -> None:
-        start = time.perf_counter()
+        start = time.perf_counter()  # nothing else is queued: a dispatch is planned ahead only where none prefills
         super()._prefill(gen_params, plan)
         jax.block_until_ready(self._pools)
         self.prefill_s += time.perf_counter() - start
 
-    def _decode(self, gen_params: Params, running: Sequence[Sequence[Sample]]) -> None:
-        start = time.perf_counter()
-        super()._decode(gen_params, running)
-        jax.block_until_ready(self._pools)
-        self.decode_s += time.perf_counter() - start
-        if self.watch is not None:
-            self.watch(running)
+    def _receive(self, gen_params: Params, dispatch: Dispatch) -> list[Sample]:
+        received = super()._receive(gen_params, dispatch)
+        if self.watch is not None and received:
+            self.watch(received)
+        return received
 
 
 def one_device() -> Mesh:
@@ -127,13 +131,12 @@ def cache_memory(model: Model, size: Size) -> Iterator[Row]:
     slots, longest, count = size.load
     mesh = one_device()
     weights = _weights(model, mesh)
-    # A short dispatch: pages for its tokens are given out before it.
+    # Short dispatches: pages for their tokens are given out before, and those of one more where it is queued ahead.
     rollout = RolloutConfig(num_slots=slots, tokens_per_dispatch=min(16, longest // 16))
     engine = WatchedEngine(model.decoder, mesh, rollout, context=longest)
     moments: list[dict[str, int]] = []
 
-    def watch(running: Sequence[Sequence[Sample]]) -> None:
-        samples = [sample for of_replica in running for sample in of_replica]
+    def watch(samples: list[Sample]) -> None:
         moments.append(
             {
                 "running": len(samples),
