@@ -126,6 +126,7 @@ def decode_program(
     arguments = (
         _abstract(params, GENERATION.shardings(mesh, decoder.generation_axes(weight_dtype))),
         jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=engine._pool_sharding), pools),
+        [],
         packed,
         jax.ShapeDtypeStruct(
             (engine.num_replicas * num_slots, engine_rows.PROGRESS_WIDTH), jnp.int32, sharding=engine._rows_sharding

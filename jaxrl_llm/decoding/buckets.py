@@ -18,8 +18,9 @@ class Buckets:
     """Sizes in ascending order; each method gives the smallest that holds its argument.
 
     Attributes:
-      rows: rows of a decode program: all slots, a quarter of them (the end of a batch, small batches), or one.
-      columns: of its page table, in pages; doubling up to a full context.
+      rows: rows of a decode program: all slots, a quarter of them (the end of a batch, small batches), or one; where a
+        step costs what its rows cost, as on CPUs, also three quarters, a half and an eighth.
+      columns: of its page table, in pages; doubling up to a full context, there in half steps.
       prefill_tokens: tokens in a row of prompts; each four times the one before, as rows are usually full.
       context_pages: cached pages that a row of prompts can read.
     """
@@ -30,15 +31,22 @@ class Buckets:
     context_pages: int
 
     @classmethod
-    def of(cls, rollout: RolloutConfig, context: int) -> Buckets:
+    def of(cls, rollout: RolloutConfig, context: int, *, fine: bool = False) -> Buckets:
+        """Args: ``fine``: more sizes, for a device whose steps cost what their rows cost."""
         longest_prompt = max(context - 1, 1)
         most_prefill = min(rollout.prefill_tokens, rollout.num_slots * longest_prompt)
-        few = (1, rollout.num_slots // 4) if rollout.num_slots >= _FEW_ROWS_FROM else ()
+        slots = rollout.num_slots
+        few: tuple[int, ...] = (1, slots // 4) if slots >= _FEW_ROWS_FROM else ()
+        columns = growing(
+            pages_for(_SMALLEST_TABLE_TOKENS, rollout.page_size), pages_for(context, rollout.page_size), factor=2
+        )
+        if fine:
+            few = tuple(sorted({*few, slots // 8, slots // 2, 3 * slots // 4})) if few else ()
+            between = {3 * size // 2 for size in columns[:-1] if 3 * size // 2 < columns[-1]}
+            columns = tuple(sorted({*columns, *between}))
         return cls(
-            rows=(*few, rollout.num_slots),
-            columns=growing(
-                pages_for(_SMALLEST_TABLE_TOKENS, rollout.page_size), pages_for(context, rollout.page_size), factor=2
-            ),
+            rows=(*few, slots),
+            columns=columns,
             prefill_tokens=growing(_SMALLEST_PREFILL_TOKENS, most_prefill, factor=4),
             context_pages=2 * pages_for(context, rollout.page_size),
         )

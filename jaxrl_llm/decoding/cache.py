@@ -1,9 +1,10 @@
 """How a decode dispatch reads and writes the paged KV cache: the two ways behind one interface.
 
-`PagedCache` attends through the page table at every step, the way of GPU kernels. `GatheredCache` copies each row's
-pages into one dense array when a dispatch begins, decodes on that, and writes only the new tokens back when it ends: a
-CPU has no kernel that follows page ids, and gathering at every step costs more than the attention itself. Both hold
-the same values, so tokens don't depend on the choice. A cache is made inside a jitted program and lives as long as it.
+`PagedCache` attends through the page table at every step, the way of GPU kernels. `GatheredCache` decodes on dense
+copies of the rows' pages, and writes the new tokens back when a dispatch ends: a CPU has no kernel that follows page
+ids, and gathering at every step costs more than the attention itself. The copies serve as many dispatches as have the
+same rows, since to make them takes as long as a step or two. Both hold the same values, so tokens don't depend on the
+choice. A cache object is made inside a jitted program and lives as long as it.
 """
 
 from __future__ import annotations
@@ -73,10 +74,6 @@ class PagedCache:
         self.page_table = page_table
         self.implementation = implementation
 
-    def open(self, pools: list[Pool], position: Int[Array, " B"]) -> list[Any]:
-        """What the decode loop carries."""
-        return pools
-
     def attend(
         self,
         state: list[Any],
@@ -138,7 +135,7 @@ class PagedCache:
 
 class GatheredCache:
     """Each row's tokens in dense arrays, keys ``[B, K, h, t]`` and values ``[B, K, t, h]``: what the CPU's batched
-    products read fastest. Costs a second copy of the live cache while a dispatch runs.
+    products read fastest. Costs a second copy of the live cache.
 
     Args:
       most_tokens: tokens a row can make in the dispatch.

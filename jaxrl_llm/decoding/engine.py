@@ -83,9 +83,33 @@ class EngineStats:
 class Dispatch:
     """A decode dispatch that was queued: its samples by replica, each in its row, and what it will return."""
 
-    running: list[list[Sample]]
+    running: list[list[Sample | None]]
     num_rows: int
     output: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """Dense copies of the running samples' pages (``attention`` ``gathered``): whose is in which row, by replica."""
+
+    running: list[list[Sample | None]]
+    num_rows: int
+    num_columns: int
+    arrays: list[Any]
+
+    def rows_for(
+        self, running: list[list[Sample]], num_rows: int, num_columns: int
+    ) -> list[list[Sample | None]] | None:
+        """The samples in the rows of their copies, None in those of the others; None if one has no copy of that
+        size."""
+        if (num_rows, num_columns) != (self.num_rows, self.num_columns):
+            return None
+        if any(set(samples) - set(here) for samples, here in zip(running, self.running, strict=True)):
+            return None
+        return [
+            [sample if sample in samples else None for sample in here]
+            for samples, here in zip(map(set, running), self.running, strict=True)
+        ]
 
 
 class Engine:
@@ -130,9 +154,10 @@ class Engine:
         self.num_replicas = replica_count(mesh)
         self.num_pages = _checked_num_pages(rollout, self.context)
         _check_tensor_axis(decoder, mesh)
-        self._buckets = buckets.Buckets.of(rollout, self.context)
+        self._buckets = buckets.Buckets.of(rollout, self.context, fine=self.attention == GATHERED)
         self._seen: set[tuple[Any, ...]] = set()
         self._pools: list[Any] | None = None
+        self._kept: Kept | None = None
         self._progress: jax.Array | None = None  # where the rows of the last decode dispatch ended
         self._allocators: list[PageAllocator] | None = None
         self._weights: list[weakref.ref[jax.Array]] = []
@@ -154,6 +179,8 @@ class Engine:
         self._rows_sharding = NamedSharding(self.mesh, replicas)
         self._pool_sharding = NamedSharding(self.mesh, PartitionSpec(REPLICA_AXES, None, "tensor"))
         pools = [(self._pool_sharding, self._pool_sharding)] * self.decoder.config.num_layers
+        dense = NamedSharding(self.mesh, PartitionSpec(REPLICA_AXES, "tensor"))
+        kept = [(dense, dense)] * self.decoder.config.num_layers if self.attention == GATHERED else []
         whole = NamedSharding(self.mesh, PartitionSpec())
 
         def over_replicas(function, in_specs, out_specs):
@@ -168,11 +195,12 @@ class Engine:
 
         one, each = PartitionSpec(), replicas
         self._decode_program = jax.jit(
-            over_replicas(programs.decode, (one, each, each, each), (each, each, each)),
-            donate_argnums=1,
+            over_replicas(programs.decode, (one, each, each, each, each), (each, each, each, each)),
+            donate_argnums=(1, 2),
             # tokens go to every process: all schedule alike
-            out_shardings=(pools, whole, self._rows_sharding),
+            out_shardings=(pools, kept, whole, self._rows_sharding),
         )
+        self._gather_program = jax.jit(over_replicas(programs.gather, (each, each, each), each), out_shardings=kept)
         self._prefill_program, self._prefill_on_context_program = (
             jax.jit(over_replicas(programs.prefill, specs, each), donate_argnums=1, out_shardings=pools)
             for specs in ((one, each, each), (one, each, each, each))
@@ -242,7 +270,7 @@ class Engine:
         for pool in jax.tree.leaves(self._pools):
             if not pool.is_deleted():
                 pool.delete()
-        self._pools = self._allocators = None
+        self._pools = self._allocators = self._kept = None
 
     close = release
 
@@ -272,6 +300,7 @@ class Engine:
         """
         start = time.perf_counter()
         self._clock = HostClock(self._idle)
+        self._kept = None
         samples = [self.intake.samples(index, request) for index, request in enumerate(requests)]
         self._ensure_pools(gen_params)
         allocators = self._take_allocators(gen_params, reuse)
@@ -306,7 +335,7 @@ class Engine:
         if ahead is not None:  # of samples that have all ended: no token counts, but its time does
             self._receive(gen_params, ahead)
         completions = [[self.intake.completion(sample) for sample in group] for group in samples]
-        self._allocators = allocators
+        self._allocators, self._kept = allocators, None
         stats.host_s = self._clock.stop()
         stats.preemptions = scheduler.num_preemptions
         stats.found_tokens = scheduler.num_found_tokens
@@ -368,8 +397,7 @@ class Engine:
         num_rows = self._buckets.decode_rows(max(len(samples) for samples in running))
         most_pages = max(len(sample.pages) for samples in running for sample in samples)
         num_columns = self._buckets.table_columns(most_pages)
-        output = self._run_decode(gen_params, running, num_rows, num_columns, before)
-        return Dispatch(running, num_rows, output)
+        return self._run_decode(gen_params, running, num_rows, num_columns, before)
 
     def _receive(self, gen_params: Params, dispatch: Dispatch) -> list[Sample]:
         """Waits for a dispatch; its samples take their tokens and are returned. One that the dispatch before has ended
@@ -382,7 +410,7 @@ class Engine:
         received = []
         for replica, samples in enumerate(dispatch.running):
             for row, sample in enumerate(samples, start=replica * dispatch.num_rows):
-                if sample.finish_reason:
+                if sample is None or sample.finish_reason:
                     continue
                 made = count[row]
                 if not made:
@@ -400,21 +428,36 @@ class Engine:
         return received
 
     def _run_decode(
-        self, gen_params: Params, running, num_rows: int, num_columns: int, before: Dispatch | None = None
-    ) -> jax.Array:
+        self,
+        gen_params: Params,
+        running: list[list[Sample]],
+        num_rows: int,
+        num_columns: int,
+        before: Dispatch | None = None,
+    ) -> Dispatch:
         self._met("decode", num_rows, num_columns)
+        placed = None if self._kept is None else self._kept.rows_for(running, num_rows, num_columns)
+        in_rows: list[list[Sample | None]] = [list(samples) for samples in running] if placed is None else placed
         sources = [None] * self.num_replicas if before is None else before.running
-        packed = np.concatenate(
-            [
-                rows.pack_decode(samples, num_rows, num_columns, source)
-                for samples, source in zip(running, sources, strict=True)
-            ]
-        )
-        with self._clock.queueing():
-            self._pools, output, self._progress = self._decode_program(
-                gen_params, self._pools, self._put(packed), self._progress
+        packed = self._put(
+            np.concatenate(
+                [
+                    rows.pack_decode(samples, num_rows, num_columns, source)
+                    for samples, source in zip(in_rows, sources, strict=True)
+                ]
             )
-        return output
+        )
+        arrays = [] if placed is None or self._kept is None else self._kept.arrays
+        with self._clock.queueing():
+            if self.attention == GATHERED and placed is None:
+                self._kept = None  # its memory is free before the new copies are made
+                arrays = self._gather_program(self._pools, packed, self._progress)
+            self._pools, arrays, output, self._progress = self._decode_program(
+                gen_params, self._pools, arrays, packed, self._progress
+            )
+        if self.attention == GATHERED:
+            self._kept = Kept(in_rows, num_rows, num_columns, arrays)
+        return Dispatch(in_rows, num_rows, output)
 
     def _idle(self) -> bool:
         """Whether all programs have ended: each returns the pools, which the next one takes."""
@@ -443,15 +486,17 @@ class Engine:
         for num_rows in self._buckets.rows:
             for num_columns in self._buckets.columns:
                 self._run_decode(gen_params, nobody, num_rows, num_columns)
+        self._kept = None
         return self.stats.compiles
 
     def decode_text(self, gen_params: Params) -> str | None:
         """The largest decode program as compiled, for a look at its copies and collectives."""
         self._ensure_pools(gen_params)
         num_rows, num_columns = self._buckets.rows[-1], self._buckets.columns[-1]
-        packed = np.zeros((self.num_replicas * num_rows, rows.decode_width(num_columns)), np.int32)
-        arguments = (gen_params, self._pools, self._put(packed), self._progress)
-        return self._decode_program.lower(*arguments).compile().as_text()
+        packed = self._put(np.zeros((self.num_replicas * num_rows, rows.decode_width(num_columns)), np.int32))
+        gathered = self.attention == GATHERED
+        kept = self._gather_program(self._pools, packed, self._progress) if gathered else []
+        return self._decode_program.lower(gen_params, self._pools, kept, packed, self._progress).compile().as_text()
 
 
 def _attention_of(rollout: RolloutConfig, mesh: Mesh, decoder: Decoder, dtype: Any) -> str:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.prefill_attention.api import prefill_attention
 from jaxrl_llm.decoding import rows
-from jaxrl_llm.decoding.cache import GATHERED, GatheredCache, PagedCache, Pool, Step, write_pages
+from jaxrl_llm.decoding.cache import GATHERED, DenseRows, GatheredCache, PagedCache, Pool, Step, write_pages
 from jaxrl_llm.decoding.sampling import sample_tokens
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.types import Params
@@ -81,13 +81,27 @@ class Programs:
 
         return jax.tree.map(copy, pools)
 
+    def gather(self, pools: list[Pool], packed: Int[Array, "B W"], progress: Int[Array, "N 4"]) -> list[DenseRows]:
+        """Dense copies of the rows' pages, for `decode` with the attention ``gathered``."""
+        inputs = rows.unpack_decode(packed, progress)
+        return GatheredCache(inputs.page_table, self.tokens_per_dispatch).open(pools, inputs.position)
+
     def decode(
-        self, gen_params: Params, pools: list[Pool], packed: Int[Array, "B W"], progress: Int[Array, "N 4"]
-    ) -> tuple[list[Pool], Int[Array, "B w"], Int[Array, "N 4"]]:
+        self,
+        gen_params: Params,
+        pools: list[Pool],
+        kept: list[DenseRows],
+        packed: Int[Array, "B W"],
+        progress: Int[Array, "N 4"],
+    ) -> tuple[list[Pool], list[DenseRows], Int[Array, "B w"], Int[Array, "N 4"]]:
         """Up to ``tokens_per_dispatch`` tokens for each active row of ``packed`` (see `rows.DecodeRows`).
 
-        A row stops at a stop id or its token limit; the loop ends when all have. Returns the pools, the tokens as
-        `rows.pack_tokens` lays them out, and the ``progress`` that the next dispatch can go on from.
+        A row stops at a stop id or its token limit; the loop ends when all have. Returns the pools, the dense copies
+        with the new tokens in them, the tokens as `rows.pack_tokens` lays them out, and the ``progress`` that the next
+        dispatch can go on from.
+
+        Args:
+          kept: of `gather` or of the dispatch before, for the same rows and columns; empty for paged attention.
         """
         inputs = rows.unpack_decode(packed, progress)
         num_rows = packed.shape[0]
@@ -134,14 +148,15 @@ class Programs:
             "generated": inputs.sampling.generated,
             "tokens": jnp.zeros((most, num_rows), jnp.int32),
             "logprobs": jnp.zeros((most, num_rows), jnp.float32),
-            "cached": cache.open(pools, inputs.position),
+            "cached": kept if self.attention == GATHERED else list(pools),
         }
         end = jax.lax.while_loop(unfinished, step, start)
         count = end["generated"] - inputs.sampling.generated
         pools = cache.close(end["cached"], pools, inputs.position, count)
+        kept = end["cached"] if self.attention == GATHERED else []
         tokens = rows.pack_tokens(end["step"], count, end["tokens"], end["logprobs"])
         at_end = (end[name] for name in ("active", "token", "position", "generated"))
-        return pools, tokens, rows.pack_progress(*at_end, num_slots=progress.shape[0])
+        return pools, kept, tokens, rows.pack_progress(*at_end, num_slots=progress.shape[0])
 
     def _cache(self, page_table: Int[Array, "B M"]) -> PagedCache | GatheredCache:
         if self.attention == GATHERED:

@@ -52,9 +52,13 @@ def decode_width(num_columns: int) -> int:
 
 
 def pack_decode(
-    samples: Sequence[Sample], num_rows: int, num_columns: int, before: Sequence[Sample] | None = None
+    samples: Sequence[Sample | None],
+    num_rows: int,
+    num_columns: int,
+    before: Sequence[Sample | None] | None = None,
 ) -> np.ndarray:
-    """``int32 [num_rows, width]``: a row per sample, idle rows after them (greedy, so that they ask for nothing).
+    """``int32 [num_rows, width]``: a row per sample; None and the rows behind the last are idle (greedy, so that they
+    ask for nothing).
 
     ``before``: the rows of the dispatch before, not read yet: each sample goes on where its row there will end, which
     only the device knows. Without, samples go on from where they are here.
@@ -64,6 +68,8 @@ def pack_decode(
     packed[:, _COLUMNS.index("top_p")] = np.float32(1.0).view(np.int32)
     packed[:, len(_COLUMNS) : _WIDTH] = -1
     for row, sample in zip(packed, samples, strict=False):
+        if sample is None:
+            continue
         options = sample.sampling
         counts = [sample.last_token, sample.position, len(sample.tokens), sample.max_tokens, options.min_tokens]
         floats = np.array([options.temperature, options.top_p, options.min_p], np.float32)

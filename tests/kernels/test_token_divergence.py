@@ -168,7 +168,7 @@ def test_a_teacher_without_a_tail():
 
 @pytest.mark.parametrize("form", ["full", "top_k"])
 def test_values_at_masked_places_are_never_used(form):
-    """NaN there must reach neither a value nor a gradient. Caught: the selection of gradients, or of values, removed."""
+    """NaN there must reach neither value nor gradient. Caught: the selection of gradients, or of values, removed."""
     case = CASES[1]
     arrays = _inputs(case)
     used = jnp.roll(arrays["mask"], -1, axis=1).at[:, -1].set(False)[:, :, None]  # the state before each counted one
