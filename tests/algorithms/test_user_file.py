@@ -100,10 +100,6 @@ WRONG = {
         START + "mine = Algorithm('mine', Options, collect, prepare, losses, answer=collect)",
         r"answer is called as answer\(context, examples, samples, temperature\)",
     ),
-    "no function": (
-        START + "mine = Algorithm('mine', Options, collect, 5, losses)",
-        r"prepare is 5; it must be a function of \(context, rollouts\)",
-    ),
     "no loss of a role": (
         START + "mine = Algorithm('mine', Options, collect, prepare, {'policy': losses}, "
         "roles=lambda options: (POLICY, CRITIC))",
@@ -188,19 +184,14 @@ def test_a_changed_file_is_read_again(tmp_path):
     assert make_config(f"{file}:reinforce").algorithm.options.baseline == 0.25
 
 
-@pytest.mark.parametrize("algo", ["ppo", "file"])
-def test_rltrainer_takes_any_algorithm_that_generates(tmp_path, algo):
-    """Caught: a notebook interface for grpo alone."""
-    name = f"{written(tmp_path, EXAMPLE)}:reinforce" if algo == "file" else algo
+def test_rltrainer_takes_any_algorithm_that_generates(tmp_path):
+    """Caught: a notebook interface for grpo alone; one that refuses a file."""
     options = {"rollout.samples_per_prompt": 4, "rollout.num_slots": 8, "data.max_prompt_tokens": 8}
-    with jaxrl_llm.RLTrainer(
-        "builtin:tiny_addition",
-        reward=longer,
-        algo=name,
-        train_batch_size=2,
-        rollout_len=4,
-        options=options,
-    ) as trainer:
+    arguments = {"reward": longer, "train_batch_size": 2, "rollout_len": 4, "options": options}
+    name = f"{written(tmp_path, EXAMPLE)}:reinforce"
+    with jaxrl_llm.RLTrainer("builtin:tiny_addition", algo=name, **arguments) as trainer:
+        assert trainer.trainer.algorithm.name == "reinforce" and list(trainer.trainer.roles) == ["policy"]
+    with jaxrl_llm.RLTrainer("builtin:tiny_addition", algo="ppo", **arguments) as trainer:
         metrics, rollouts = trainer.step(["1+2=", "3+4="])
     assert len(rollouts) == 8 and np.isfinite(metrics["loss/total"]) and metrics["policy/grad_norm"] > 0
-    assert ("critic/explained_variance" in metrics) == (algo == "ppo")
+    assert metrics["critic/grad_norm"] > 0
