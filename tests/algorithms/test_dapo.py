@@ -77,7 +77,7 @@ def test_prompts_are_drawn_until_there_are_enough_with_a_signal():
 
 
 def test_a_full_batch_draws_nothing_more():
-    """Caught: one batch more than is needed; the limit counted from 0."""
+    """Caught: one batch more than is needed."""
     rollouts, made = collected([[SIGNAL, SIGNAL], [SIGNAL, SIGNAL]], 2, max_num_gen_batches=1)
     assert made == 1 and rollouts.metrics["dapo/signal_fraction"] == 1
 

@@ -123,7 +123,7 @@ def make_trainer(name="ippo", workdir=None, **changes):
 
 
 def test_one_agent_is_ppo_to_the_bit():
-    """Over two steps. Caught: other random numbers; the first agent's metrics under another name; a loss of its own."""
+    """Over two steps. Caught: other random numbers; the first agent's metrics under another name."""
     told, params = [], []
     for name, changes in (("ppo", {}), ("ippo", {"algorithm.agents": 1})):
         trainer = make_trainer(name, **changes)

@@ -166,7 +166,7 @@ def test_advantages_are_those_of_the_formula(name, case, algorithm):
     """With a sample that is not scored, a group of equal rewards, a truncated response and a group without a score.
 
     Caught: an advantage that stands on the prompt; the biased deviation; RLOO's baseline with the sample itself;
-    REINFORCE++ without its discount; whitening over samples in place of tokens, or with unscored ones; GDPO's weights
+    REINFORCE++ without its discount; whitening that counts unscored samples; GDPO's weights
     left out; a value read at its own token; a truncated response whose return ends in 0, a finished one whose does
     not; the wrong KL estimator.
     """
@@ -397,8 +397,7 @@ CORRECTIONS = [
 
 @pytest.mark.parametrize(("algorithm", "factor"), CORRECTIONS, ids=[str(options) for options, _ in CORRECTIONS])
 def test_rollout_correction_weights_the_policys_loss_alone(algorithm, factor):
-    """The KL term keeps its weight. Caught: sampler and trainer exchanged; weights that carry a gradient; a sequence
-    told by its row; the veto by the mean; a corrected KL; the options not passed on."""
+    """The KL term keeps its weight. Caught: sampler and trainer exchanged; a sequence told by its row; the veto by the mean; a corrected KL; the options not passed on."""
     rows, actor, trained, options, _ = packed("grpo", **algorithm)
     objective, gradient = loss_and_gradient("grpo", options, rows, actor)
     policy, slopes, factors = 0.0, np.zeros(actor.shape), []

@@ -82,7 +82,7 @@ def test_a_value_is_that_of_the_state_its_token_was_chosen_in(trainer):
     advantages read as in those that the critic's loss reads.
 
     Caught: the value of the token's own column; the value of the column before, which at a completion that shares its
-    prompt is another completion's last; the state after all left out.
+    prompt is another completion's last; the value after the token in the loss.
     """
     rollouts = fixed_rollouts(trainer)
     model = trainer.models["critic"]
@@ -142,7 +142,7 @@ def test_only_a_response_that_was_cut_goes_on(trainer):
 
 
 def test_the_critic_learns_alone_in_its_first_steps(trainer):
-    """Bit for bit. Caught: a policy that is updated too; one whose optimizer moves it by its momentum alone."""
+    """Bit for bit. Caught: a policy that is updated too."""
     warm = make_trainer(**{"critic.warmup_steps": 1})
     policy, critic = params_of(warm, "policy"), params_of(warm, "critic")
     metrics, _ = warm.step(next(warm.data))
@@ -200,7 +200,7 @@ def test_the_adaptive_weight_is_kept_with_the_run(tmp_path):
 
 def test_a_shared_trunk_learns_both(tmp_path):
     """One role with a value head, which generates and is exported. Caught: a head without a gradient; a critic made all
-    the same; weights of the head in the exported model."""
+    the same."""
     shared = make_trainer(**{"algorithm.shared_trunk": True})
     assert list(shared.roles) == ["policy"]
     before = params_of(shared, "policy")

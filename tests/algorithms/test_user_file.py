@@ -153,7 +153,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_told_in_one_paragraph(tmp_path, wrong):
-    """By `resolve`, which touches no device. Caught: each of the checks left out; a traceback of a user's function."""
+    """By `resolve`, which touches no device. Caught: signatures, a role's loss or a role that are not looked at; a traceback of a user's function."""
     text, message = WRONG[wrong]
     file = written(tmp_path, text)
     with pytest.raises(UserError, match=message) as caught:
@@ -185,7 +185,7 @@ def test_a_changed_file_is_read_again(tmp_path):
 
 
 def test_rltrainer_takes_any_algorithm_that_generates(tmp_path):
-    """Caught: a notebook interface for grpo alone; one that refuses a file."""
+    """Caught: a notebook interface for grpo alone."""
     options = {"rollout.samples_per_prompt": 4, "rollout.num_slots": 8, "data.max_prompt_tokens": 8}
     arguments = {"reward": longer, "train_batch_size": 2, "rollout_len": 4, "options": options}
     name = f"{written(tmp_path, EXAMPLE)}:reinforce"
