@@ -397,7 +397,8 @@ CORRECTIONS = [
 
 @pytest.mark.parametrize(("algorithm", "factor"), CORRECTIONS, ids=[str(options) for options, _ in CORRECTIONS])
 def test_rollout_correction_weights_the_policys_loss_alone(algorithm, factor):
-    """The KL term keeps its weight. Caught: sampler and trainer exchanged; a sequence told by its row; the veto by the mean; a corrected KL; the options not passed on."""
+    """The KL term keeps its weight. Caught: sampler and trainer exchanged; a sequence told by its row;
+    the veto by the mean; a corrected KL; the options not passed on."""
     rows, actor, trained, options, _ = packed("grpo", **algorithm)
     objective, gradient = loss_and_gradient("grpo", options, rows, actor)
     policy, slopes, factors = 0.0, np.zeros(actor.shape), []

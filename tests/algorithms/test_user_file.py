@@ -153,7 +153,8 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_told_in_one_paragraph(tmp_path, wrong):
-    """By `resolve`, which touches no device. Caught: signatures, a role's loss or a role that are not looked at; a traceback of a user's function."""
+    """By `resolve`, which touches no device. Caught: signatures or a role's loss that are not looked at;
+    a traceback of a user's function."""
     text, message = WRONG[wrong]
     file = written(tmp_path, text)
     with pytest.raises(UserError, match=message) as caught:
