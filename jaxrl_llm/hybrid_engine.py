@@ -122,7 +122,7 @@ class HybridEngine:
         """
         start = time.perf_counter()
         mover = _BucketMover(self.mesh, self.generation, self.config.bucket_bytes)
-        base, adapters = split_adapters(params)
+        base, adapters = split_adapters({name: value for name, value in params.items() if name != "value_head"})
         if bool(adapters) != (self.decoder.lora is not None):
             raise ValueError(
                 f"decoder.lora is {self.decoder.lora}, but params have {'' if adapters else 'no '}adapters"

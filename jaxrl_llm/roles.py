@@ -79,7 +79,7 @@ class RoleBuilder:
     Args:
       dtype: of compute.
       total_updates: of the policy's optimizer over the run, for its schedule.
-      read_only: only the main role is made, without an optimizer.
+      read_only: only what writes answers is made, without an optimizer.
     """
 
     def __init__(
@@ -115,7 +115,9 @@ class RoleBuilder:
         roles = self.algorithm.roles(self.options)
         main = self.algorithm.main_role(self.options)
         if self.read_only:
-            roles = (main,)
+            # Where several roles write an answer together, all of them are used.
+            writers = [role for role in roles if role.trained and role.head != "values"]
+            roles = tuple(writers) if self.algorithm.answer is not None else (main,)
         models: dict[str, Model] = {}
         states: dict[str, RoleState] = {}
         # The main role takes the first parameters over, so the others copy them before.

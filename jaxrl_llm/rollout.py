@@ -147,6 +147,7 @@ class Rollout:
     ) -> Rollouts:
         """Completions with their rewards; arguments as in `complete`."""
         timer = timer or PhaseTimer()
+        before = timer.seconds.get("generation", 0.0)  # of earlier calls in the same step
         groups = self.complete(
             params, examples, step=step, samples=samples, temperature=temperature, draw=draw, timer=timer
         )
@@ -157,7 +158,7 @@ class Rollout:
         with timer("reward"):
             scored = self._score(owners, texts)
         lengths = np.array([len(completion.token_ids) for completion in completions])
-        seconds = max(timer.seconds.get("generation", 0.0), 1e-9)
+        seconds = max(timer.seconds.get("generation", 0.0) - before, 1e-9)
         metrics = {
             **_reward_metrics(scored.total, scored.components),
             **self._reward_model_metrics(),

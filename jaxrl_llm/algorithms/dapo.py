@@ -42,24 +42,23 @@ def collect(context: Context, examples: Sequence[Example]) -> Rollouts:
     rollouts = context.rollouts(examples)
     if not context.options.dynamic_sampling:
         return rollouts
-    wanted, batches, drawn = len(examples), 1, len(examples)
+    wanted, calls, drawn = len(examples), [rollouts], len(examples)
     kept = take(rollouts, with_signal(rollouts))
     while len(kept.examples) < wanted:
-        if batches == context.options.max_num_gen_batches:
+        if len(calls) == context.options.max_num_gen_batches:
             raise RunStopped(
                 f"Dynamic sampling found {len(kept.examples)} prompts with rewards that differ among {drawn} in "
-                f"{batches} batches (algorithm.max_num_gen_batches), and a step needs {wanted}. The rewards are too "
+                f"{len(calls)} batches (algorithm.max_num_gen_batches), and a step needs {wanted}. The rewards are too "
                 "easy or too hard for this model, or broken: look at samples.jsonl; then choose other prompts, raise "
                 "rollout.samples_per_prompt or algorithm.max_num_gen_batches, or set algorithm.dynamic_sampling=False."
             )
         more = context.rollouts(context.more_examples())
-        batches, drawn = batches + 1, drawn + len(more.examples)
+        calls, drawn = [*calls, more], drawn + len(more.examples)
         kept = join(kept, take(more, with_signal(more)))
+    found = len(kept.examples)
     kept = take(kept, np.arange(wanted))
-    kept.metrics |= {
-        "dapo/prompts_drawn": float(drawn),
-        "dapo/signal_fraction": wanted / drawn,
-    }
+    kept.metrics = joined_metrics(calls)
+    kept.metrics |= {"dapo/prompts_drawn": float(drawn), "dapo/signal_fraction": found / drawn}
     return kept
 
 
@@ -97,11 +96,13 @@ def take(rollouts: Rollouts, prompts: np.ndarray) -> Rollouts:
 
 
 def join(first: Rollouts, second: Rollouts) -> Rollouts:
-    """The rollouts of both; metrics are means of both, weighted by their calls."""
+    """The rollouts of both, with the metrics of the first. A component that only one has does not apply to the other's
+    samples (NaN)."""
     sampled = None
     if first.sampler_logprobs is not None and second.sampler_logprobs is not None:
         sampled = first.sampler_logprobs + second.sampler_logprobs
-    return Rollouts(
+    return dataclasses.replace(
+        first,
         examples=[*first.examples, *second.examples],
         group=np.concatenate([first.group, second.group + len(first.examples)]).astype(np.int32),
         responses=first.responses + second.responses,
@@ -110,10 +111,22 @@ def join(first: Rollouts, second: Rollouts) -> Rollouts:
         finish_reasons=first.finish_reasons + second.finish_reasons,
         rewards=np.concatenate([first.rewards, second.rewards]),
         components={
-            name: np.concatenate([values, second.components[name]]) for name, values in first.components.items()
+            name: np.concatenate(
+                [part.components.get(name, np.full(len(part), np.nan, np.float32)) for part in (first, second)]
+            )
+            for name in dict.fromkeys([*first.components, *second.components])
         },
-        metrics={**second.metrics, **first.metrics},
     )
+
+
+def joined_metrics(calls: Sequence[Rollouts]) -> dict[str, float]:
+    """What the step's calls told of all samples that they drew: maxima, and means weighted by the samples."""
+    joined: dict[str, float] = {}
+    for name in dict.fromkeys(name for call in calls for name in call.metrics):
+        told = [(call.metrics[name], len(call)) for call in calls if name in call.metrics]
+        values, weights = zip(*told, strict=True)
+        joined[name] = float(max(values) if name.endswith("_max") else np.average(values, weights=weights))
+    return joined
 
 
 DAPO = on_policy.algorithm("dapo", DAPOOptions, grpo.advantages, collect=collect)

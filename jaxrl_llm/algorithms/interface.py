@@ -8,17 +8,27 @@ The trainer calls them in this order, and nothing else in the project knows an a
     memory    = algorithm.after_step(options, memory, metrics)
 
 A new algorithm is one file that makes an `Algorithm`: beside this one with a line in `ALGORITHMS`
-(`algorithms/__init__.py`), or anywhere, named by ``algorithm.name = path.py:its_name``. A complete one, REINFORCE with
-the batch's mean as its baseline::
+(`algorithms/__init__.py`), or anywhere, named by ``algorithm.name = path.py:its_name``. A complete file, REINFORCE with
+a part of the batch's mean as its baseline::
+
+    import dataclasses
+
+    import numpy as np
 
     from jaxrl_llm.algorithms import on_policy
-    from jaxrl_llm.algorithms.interface import Algorithm
+    from jaxrl_llm.config import option
 
-    def advantages(context, rollouts, rewards, sequences):
-        mean = np.nanmean(rewards)
-        return [np.nan_to_num(reward - mean) for reward in rewards]        # one number for all tokens of a sample
+    @dataclasses.dataclass(frozen=True)
+    class Options(on_policy.Options):
+        baseline: float = option(1.0, "the part of the mean reward that is taken off", low=0.0)
 
-    reinforce = on_policy.algorithm("reinforce", on_policy.Options, advantages, min_samples=1)
+    def advantages(context, rollouts, scores, sequences):
+        centred = scores.total - context.options.baseline * np.nanmean(scores.total)
+        return np.nan_to_num(centred)                    # one number for all tokens of a sample; NaN is not scored
+
+    reinforce = on_policy.algorithm(
+        "reinforce", Options, advantages, surrogate=on_policy.likelihood, min_samples=1
+    )
 """
 
 from __future__ import annotations

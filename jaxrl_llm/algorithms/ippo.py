@@ -101,9 +101,8 @@ def prepare(context: Context, rollouts: Rollouts) -> Mapping[str, Sequences]:
     for agent, turn in enumerate(rollouts.turns):
         policy, critic = names(agent)
         advantages = functools.partial(ppo.advantages, policy=policy, critic=critic)
-        sequences, _ = on_policy.prepare(context, turn, advantages, policy=policy)
         # Mini-batches hold whole prompts of the episode for every agent, so that all make the same number of updates.
-        sequences.group = rollouts.turns[0].group.astype(np.int32)
+        sequences, _ = on_policy.prepare(context, turn, advantages, policy=policy, group=rollouts.turns[0].group)
         if agent:
             sequences.metrics = {f"{name}_{agent}": value for name, value in sequences.metrics.items()}
         found |= ppo.trained(context, sequences, policy=policy, critic=critic)

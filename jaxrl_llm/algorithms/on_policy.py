@@ -158,11 +158,13 @@ def prepare(
     *,
     policy: str = "policy",
     reference: str = "reference",
+    group: np.ndarray | None = None,
 ) -> tuple[Sequences, Scores]:
     """Sequences with advantages and the log-probs that the loss compares with, and the samples' scores.
 
     Args:
       policy, reference: names of the roles that wrote the samples and that the KL is measured to.
+      group: ``[N]``, the prompts that mini-batches hold whole, where they are not the rollouts'.
     """
     options, config = context.options, context.config
     lengths = np.array([len(response) for response in rollouts.responses])
@@ -172,8 +174,10 @@ def prepare(
     keep = scored & ~(truncated & options.mask_truncated)
     sequences = trained_sequences(rollouts, keep)
     written = trained_sequences(rollouts, scored).loss_mask
+    if group is not None:
+        sequences.group = group.astype(np.int32)
 
-    on_policy = single_update(options, config, len(rollouts.examples))
+    on_policy = single_update(options, config, len(np.unique(sequences.group)))
     kl_in_reward = options.kl_coef > 0 and options.kl_in == "reward"
     # A KL in the reward counts for every scored sample: one that is left out of the loss still is in its group's mean.
     compared = dataclasses.replace(sequences, loss_mask=written) if kl_in_reward else sequences
@@ -341,6 +345,16 @@ def validate(options: Any, config: RunConfig, *, name: str, min_samples: int) ->
                 "error",
                 f"algorithm.overlong_buffer_tokens={options.overlong_buffer_tokens}: the penalty's ramp cannot be "
                 f"longer than a response (rollout.max_new_tokens={config.rollout.max_new_tokens}).",
+            )
+        )
+    upper = options.rollout_rs_threshold
+    lower = options.rollout_rs_threshold_lower or 1 / upper
+    if options.rollout_rs.endswith("k1") and lower >= upper:
+        found.append(
+            (
+                "error",
+                f"algorithm.rollout_rs_threshold={upper}: {options.rollout_rs} keeps ratios from {lower:g} to {upper:g}"
+                ", which is nothing. Set it above 1, or algorithm.rollout_rs_threshold_lower below it.",
             )
         )
     if options.kl_coef > 0 and options.kl_in == "loss" and options.kl_estimator == "k1":

@@ -14,6 +14,7 @@ from typing import Any
 from jaxrl_llm.algorithms import aggregation
 from jaxrl_llm.algorithms.interface import Algorithm, Role
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.options import build, to_dict
 
 _ARGUMENTS = {
     "roles": ("options",),
@@ -26,7 +27,10 @@ _ARGUMENTS = {
     "extras": ("options",),
     "divergence": ("options",),
     "longest": ("options", "prompt", "response"),
+    "evaluate": ("context", "examples"),
+    "answer": ("context", "examples", "samples", "temperature"),
 }
+_OPTIONAL = ("evaluate", "answer")
 _LOSS_ARGUMENTS = ("options", "outputs", "rows")
 _SECTIONS = ("policy", "critic", "reference", "teacher")
 _DATA = ("prompt", "completion", "preference", "label")
@@ -66,7 +70,12 @@ def _load(path: pathlib.Path, attribute: str, name: str, _changed_ns: int) -> Al
             f"algorithm.name = {name!r}: {path} {kind}; expected an Algorithm "
             f"(jaxrl_llm.algorithms.interface). Algorithms in it: {', '.join(own) or 'none'}."
         )
-    problems = check(found)
+    try:
+        problems = check(found)
+    except Exception as error:
+        raise UserError(
+            f"algorithm.name = {name!r}: with the defaults of its options it fails: {type(error).__name__}: {error}."
+        ) from error
     if problems:
         raise UserError(f"algorithm.name = {name!r}: {' '.join(problems)}")
     return found
@@ -75,7 +84,8 @@ def _load(path: pathlib.Path, attribute: str, name: str, _changed_ns: int) -> Al
 def check(algorithm: Algorithm) -> list[str]:
     """What is wrong with an algorithm, as far as it can be told without running it on anything."""
     options = algorithm.options
-    if not (isinstance(options, type) and dataclasses.is_dataclass(options)):
+    frozen = isinstance(options, type) and dataclasses.is_dataclass(options) and options.__dataclass_params__.frozen
+    if not frozen:
         return [f"options is {options!r}; it must be a frozen dataclass, with fields made by jaxrl_llm.config.option."]
     problems = [
         f"options.{field.name} has no default; make it with jaxrl_llm.config.option."
@@ -83,7 +93,9 @@ def check(algorithm: Algorithm) -> list[str]:
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
     ]
     for part, arguments in _ARGUMENTS.items():
-        problems += _signature(part, getattr(algorithm, part), arguments)
+        function = getattr(algorithm, part)
+        if function is not None or part not in _OPTIONAL:
+            problems += _signature(part, function, arguments)
     losses = algorithm.losses
     is_mapping = isinstance(losses, Mapping)
     by_role = {str(role): loss for role, loss in losses.items()} if isinstance(losses, Mapping) else {"": losses}
@@ -94,6 +106,7 @@ def check(algorithm: Algorithm) -> list[str]:
     if problems:
         return problems
     defaults = options()
+    build(options, to_dict(defaults), "algorithm")  # types that no configuration can hold, defaults out of range
     if algorithm.loss_aggregation(defaults) not in aggregation.MODES:
         problems.append(
             f"loss_aggregation gives {algorithm.loss_aggregation(defaults)!r}; it is one of "
