@@ -143,8 +143,8 @@ class RoleBuilder:
         if divergence is not None and role.trained and divergence.role in models:
             if divergence.top_k > decoder.config.vocab_size:
                 raise UserError(
-                    f"algorithm.top_k = {divergence.top_k}: the vocabulary has {decoder.config.vocab_size} tokens. Give "
-                    "at most as many, or 0 for all."
+                    f"algorithm.top_k = {divergence.top_k}: the vocabulary has {decoder.config.vocab_size} tokens. "
+                    "Give at most as many, or 0 for all."
                 )
             forward = dataclasses.replace(forward, divergence=divergence, teacher=models[divergence.role].forward)
         if not trained:

@@ -109,6 +109,8 @@ def over_rows(name, options, sequences, values, outputs_of, *, row_tokens=16, ro
     outside = np.where(batch.rows.loss_mask, 0.0, gradient)
     assert not outside.any(), "a gradient where nothing is trained"
     lengths = [len(ids) for ids in sequences.tokens]
-    return float(loss), {name: float(value) for name, value in metrics.items()}, packing.unpack(
-        np.asarray(gradient), placement, lengths
+    return (
+        float(loss),
+        {name: float(value) for name, value in metrics.items()},
+        packing.unpack(np.asarray(gradient), placement, lengths),
     )

@@ -46,9 +46,7 @@ def test_pairs_of_the_data():
     """Caught: the rejected completion first; the prompt trained; two pairs in one group; a partner of another pair."""
     sequences, context = prepared()
     expected = [
-        [*prompt, *completion]
-        for prompt, *pair in zip(PROMPTS, CHOSEN, REJECTED, strict=True)
-        for completion in pair
+        [*prompt, *completion] for prompt, *pair in zip(PROMPTS, CHOSEN, REJECTED, strict=True) for completion in pair
     ]
     assert [ids.tolist() for ids in sequences.tokens] == expected
     assert [int(mask.sum()) for mask in sequences.loss_mask] == [3, 2, 2, 4, 5, 1]
@@ -67,9 +65,7 @@ def test_loss_gradient_and_metrics_equal_numpy(loss_type, row_tokens):
     smoothing = SMOOTHING[loss_type]
     sequences, context = prepared(loss_type=loss_type, label_smoothing=smoothing, beta=BETA)
     policy, reference = numbers("policy", sequences), numbers("reference", sequences)
-    loss, metrics, gradient = over_rows(
-        "dpo", context.options, sequences, policy, outputs_of, row_tokens=row_tokens
-    )
+    loss, metrics, gradient = over_rows("dpo", context.options, sequences, policy, outputs_of, row_tokens=row_tokens)
 
     def mean_of_pairs(values):
         trained = [
@@ -84,9 +80,7 @@ def test_loss_gradient_and_metrics_equal_numpy(loss_type, row_tokens):
     for found, expected in zip(gradient, finite_differences(mean_of_pairs, policy), strict=True):
         np.testing.assert_allclose(found, expected, atol=2e-6)
     reduce = np.mean if loss_type == "ipo" else np.sum
-    sums = [
-        [reduce(values[n][mask]) for n, mask in enumerate(sequences.loss_mask)] for values in (policy, reference)
-    ]
+    sums = [[reduce(values[n][mask]) for n, mask in enumerate(sequences.loss_mask)] for values in (policy, reference)]
     rewards = BETA * (np.array(sums[0]) - np.array(sums[1]))
     margins = rewards[::2] - rewards[1::2]
     assert 0 < (margins > 0).mean() < 1
