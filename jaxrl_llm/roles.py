@@ -6,11 +6,13 @@ policy with adapters is the base under them and costs nothing.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
 import math
 import pathlib
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -141,6 +143,11 @@ class RoleBuilder:
         forward = self._forward(decoder, role)
         divergence = self.algorithm.divergence(self.options)
         if divergence is not None and role.trained and divergence.role in models:
+            if divergence.top_k > decoder.config.vocab_size:
+                raise UserError(
+                    f"algorithm.top_k = {divergence.top_k}: the vocabulary has {decoder.config.vocab_size} tokens. "
+                    "Give at most as many, or 0 for all."
+                )
             forward = dataclasses.replace(forward, divergence=divergence, teacher=models[divergence.role].forward)
         if not trained:
             return Model(role, forward, None, saved=own or role.trained, _mesh=self.mesh), RoleState(params, base=base)
@@ -161,10 +168,12 @@ class RoleBuilder:
         return Model(role, forward, program, saved=True, _mesh=self.mesh), dataclasses.replace(state, base=base)
 
     def _parameters(self, role: Role, last: bool) -> tuple[Decoder, Params, bool]:
-        """A role's decoder and first parameters, in float32 where they are trained, and whether they are its own."""
+        """A role's decoder and first parameters, in float32 where all of them are trained, and whether they are its
+        own."""
         path = self._path(role)
         if path:
-            decoder, params = self._load(path, self.dtype if not role.trained else jnp.float32, role)
+            whole = role.trained and self.lora is None
+            decoder, params = self._load(path, jnp.float32 if whole else self.dtype, role)
             return decoder, params, False
         if last or (self.lora is not None):
             # Adapters leave their base alone, so that all roles can have the same one.
@@ -174,17 +183,16 @@ class RoleBuilder:
         return self.decoder, jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), self.start), True
 
     def _split(self, decoder: Decoder, params: Params, role: Role) -> tuple[Params, Params]:
-        """The base, which stays as it is, and what is trained: adapters, and a value head."""
+        """The base, which stays as it is, and what is trained, in float32: adapters, and a value head."""
         assert self.lora is not None
-        number = sum(map(ord, role.name))
-        key = jax.random.fold_in(jax.random.key(self.config.seed), 2 + number)
+        key = jax.random.fold_in(jax.random.key(self.config.seed), zlib.crc32(role.name.encode()))
         axes = adapters.logical_axes(decoder, self.lora)
         make = jax.jit(
             functools.partial(adapters.init, decoder, self.lora), out_shardings=TRAINING.shardings(self.mesh, axes)
         )
         base = {name: value for name, value in params.items() if name != "value_head"}
-        head = {"value_head": params["value_head"]} if "value_head" in params else {}
-        return base, {**make(key), **head}
+        head = {name: value for name, value in params.items() if name == "value_head"}
+        return base, {**make(key), **jax.tree.map(lambda leaf: leaf.astype(jnp.float32), head)}
 
     def _forward(self, decoder: Decoder, role: Role) -> Forward:
         config = self.config
@@ -226,16 +234,25 @@ class RoleBuilder:
 
     def _load(self, path: str, dtype: Any, role: Role) -> tuple[Decoder, Params]:
         if role.head == "tokens" and pathlib.Path(path, "checkpoints").is_dir():
-            template = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, dtype), self.start)
-            checkpoints = Checkpoints(pathlib.Path(path), self.config.checkpoint, read_only=True)
-            step, params = checkpoints.restore_params("policy", template)
-            checkpoints.close()
+            template = jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), self.start
+            )
+            with contextlib.closing(
+                Checkpoints(pathlib.Path(path), self.config.checkpoint, read_only=True)
+            ) as checkpoints:
+                try:
+                    step, params = checkpoints.restore_params("policy", template)
+                except UserError as error:
+                    raise UserError(
+                        f"{role.section}.path = {path!r}: its newest checkpoint is not a whole policy of the shape of "
+                        f"model.path = {self.config.model.path!r}. Of another model, of a run with adapters or of one "
+                        f"without a policy, export it and give that folder. {error}"
+                    ) from error
             logger.info("%s: the checkpoint after step %d of %s", role.name, step, path)
             return self.decoder, params
         where: Any = {"mesh": self.mesh, "layout": TRAINING, "dtype": dtype, "vocab_multiple": self.multiple}
-        if role.head == "values":
-            return load_classifier(path, new_head=True, **where)
-        decoder, params = load_model(path, **where)
+        load = functools.partial(load_classifier, new_head=True) if role.head == "values" else load_model
+        decoder, params = load(path, **where)
         if decoder.config.vocab_size != self.decoder.config.vocab_size:
             raise UserError(
                 f"{role.section}.path = {path!r} has {decoder.config.vocab_size} vocabulary rows and the policy "

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxrl_llm.config import REWARD_MODEL, RunConfig, longest_sequence
 from jaxrl_llm.decoding.engine import Engine, OnText
 from jaxrl_llm.decoding.request import Request, SamplingParams, sample_seeds
+from jaxrl_llm.errors import RunStopped
 from jaxrl_llm.hybrid_engine import HybridEngine
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.observability.timing import PhaseTimer
@@ -204,6 +205,12 @@ class Rollout:
             [owner.prompt if owner.question is None else owner.question for owner in owners], texts
         )
         failed = np.isnan(scores)
+        if len(scores) and failed.all() and self.config.reward_runner.on_all_failed == "stop":
+            raise RunStopped(
+                f"The reward model {settings.path!r} gave no finite score for any of the {len(scores)} samples, so "
+                "nothing can be learned from it. Look at its weights, and in bfloat16 at dtype='float32'; "
+                "reward_runner.on_all_failed = 'warn' goes on with reward_model.failure_score."
+            )
         scores = np.where(failed, np.float32(settings.failure_score), scores)
         components = {**result.components, REWARD_MODEL: scores}
         total = weighted_sum(

@@ -31,7 +31,7 @@ from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.data.dataset import PromptData
 from jaxrl_llm.data.examples import load_examples
-from jaxrl_llm.data.prompts import encode_all
+from jaxrl_llm.data.prompts import encode_all, require_eos
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.engine import OnText
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
@@ -240,7 +240,7 @@ class Trainer:
         for name in prepared:
             metrics |= mean_or_max(found.get(name) or empty.get(name, []))
         metrics["perf/row_fill"] = tokens / max(columns, 1)
-        metrics["perf/train_tokens_per_s"] = tokens / max(timer.seconds["update"], 1e-9)
+        metrics["perf/train_tokens_per_s"] = tokens / max(timer.seconds.get("update", 0.0), 1e-9)
         return metrics
 
     def _pack(self, sequences: Sequences) -> tuple[Any, packing.Placement]:
@@ -355,8 +355,11 @@ class Trainer:
         ]
 
     def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:
-        """Writes the policy as a Hugging Face folder; see `models.export.export_model`."""
-        write = export_classifier if self.models[self.main].role.head == "values" else export_model
+        """Writes the policy as a Hugging Face folder, a reward model as a classifier; see `models.export.export_model` and
+        `models.classifier.export_classifier`."""
+        write = export_model
+        if self.models[self.main].role.head == "values":
+            write = functools.partial(export_classifier, end_token_id=require_eos(self.tokenizer))
         write(folder, self.decoder, self.roles[self.main].whole, self.tokenizer, overwrite=overwrite)
 
     # --- saving and resuming ----------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxrl_llm.config import MeshConfig, RunConfig, _algorithm, longest_block, longest_sequence
+from jaxrl_llm.config import REWARD_MODEL, MeshConfig, RunConfig, _algorithm, longest_block, longest_sequence
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import nearest
 
@@ -203,6 +203,12 @@ def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
         yield ("error", f"rewards is empty, and {name} learns from rewards alone: {_REWARD_EXAMPLE}")
     elif not rewards and not config.reward_model.path and config.data.eval and entry.evaluate is None:
         yield ("error", f"rewards is empty, and data.eval = {config.data.eval!r} is scored by them: {_REWARD_EXAMPLE}")
+    if REWARD_MODEL in rewards and config.reward_model.path:
+        yield (
+            "error",
+            f"rewards has one called {REWARD_MODEL!r}, which is the name of reward_model.path's score. Call it "
+            "something else.",
+        )
     for reward, settings in rewards.items():
         if settings.function and ":" not in settings.function:  # a user's own function is loaded by its worker
             try:

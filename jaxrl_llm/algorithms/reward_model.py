@@ -3,8 +3,9 @@
     loss = -log s(score(chosen) - score(rejected) - margin) + center_rewards_coefficient (sum of both)^2
 
 arXiv:2203.02155; margin arXiv:2307.09288; centering arXiv:2312.09244. The score of a completion is the value head's at
-its last token, so that the model, exported as a Hugging Face sequence classifier with one label, scores the same in
-`reward_model.path` of another run or elsewhere. The model starts from `model.path` with a new head.
+its last token, the end of sequence. The model, exported as a Hugging Face sequence classifier with one label, says so,
+and `reward_model.path` of another run then gives the same scores; whoever else uses it ends texts with that token. The
+model starts from `model.path` with a new head.
 """
 
 from __future__ import annotations

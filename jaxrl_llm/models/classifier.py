@@ -27,6 +27,9 @@ CLASSIFIERS: dict[str, str] = {
 }
 """Classifiers by their Hugging Face class name, and the language model that each is without its head."""
 
+END_TOKEN = "score_token_id"
+"""The key of ``config.json`` with the token that a text must end in to be scored, where there is one."""
+
 HEAD = "score.weight"
 HEAD_RULE = rule("value_head/weight", HEAD, "D", "1 D")
 
@@ -117,18 +120,26 @@ def export_classifier(
     *,
     overwrite: bool = False,
     max_file_bytes: int = MAX_FILE_BYTES,
+    end_token_id: int | None = None,
 ) -> None:
     """Writes a decoder with a value head as a ``*ForSequenceClassification`` folder with one label.
 
     transformers loads it with the same scores; for more than one text at a time it needs to know the padding token,
     which is the model's or else the tokenizer's, and a text is then scored at its last token that is another (see
     ``value_head.last_columns``). Arguments and errors are those of ``export_model``.
+
+    Args:
+      end_token_id: the token at which the head was trained to score, so that every text has to end in it; the folder
+        says so, for `rewards.model_scorer`. Where the padding token is the same, the folder names none: with it, a text
+        would be scored one token too early.
     """
     config = decoder.config
     name = next(name for name, architecture in CLASSIFIERS.items() if architecture == config.architecture)
     pad = config.pad_token_id
     if pad is None and tokenizer is not None:
         pad = tokenizer.pad_token_id
+    if end_token_id is not None and pad == end_token_id:
+        pad = None
     hf = {
         **FAMILIES[config.architecture].to_hf(config),
         "architectures": [name],
@@ -140,6 +151,8 @@ def export_classifier(
     # of the model it came from: num_labels would contradict id2label, and the loss is none of several classes
     hf = {key: value for key, value in hf.items() if key not in ("num_labels", "problem_type")}
     rules = (*_body_rules(decoder), HEAD_RULE)
+    if end_token_id is not None:
+        hf[END_TOKEN] = end_token_id
     write_model(
         folder,
         decoder,

@@ -140,7 +140,8 @@ def load_encoder(
     def load(key_path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Array:
         value = np.empty(leaf.shape, jnp.dtype(dtype))
         names = _names(key_path, encoder.config)
-        for part, name in zip(value if key_path[0].key == "layers" else (value,), names, strict=True):
+        parts = [value[layer] for layer in range(len(value))] if key_path[0].key == "layers" else [value]
+        for part, name in zip(parts, names, strict=True):
             stored = tensors.read(in_file[name], tuple(slice(0, size) for size in wanted[name]))
             part[...] = stored.T if key_path[-1].key == "weight" else stored
         return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)

@@ -82,7 +82,7 @@ def is_quantized(layer: Params) -> bool:
     return "o" + SCALE in layer.get("attention", {})
 
 
-def cast_rest(layer: Params, dtype: jnp.dtype) -> Params:
+def cast_rest(layer: Params, dtype: np.dtype) -> Params:
     """Everything in the compute dtype, but for 8-bit values and their scales."""
     kept = {(part, name) for part, matrices in CONTRACTED.items() for name in matrices} if is_quantized(layer) else ()
 

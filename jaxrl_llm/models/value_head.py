@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -44,7 +45,7 @@ def add_value_head(decoder: Decoder, params: Params) -> Params:
     """A decoder's parameters with a new head, in their dtype; the other arrays are shared with ``params``."""
     embedding = params["embed"]["weight"]
     weight = jnp.zeros((decoder.config.hidden_size,), embedding.dtype)
-    if not isinstance(embedding, jax.core.Tracer) and isinstance(embedding.sharding, NamedSharding):
+    if not isinstance(embedding, Tracer) and isinstance(embedding.sharding, NamedSharding):
         weight = jax.device_put(weight, NamedSharding(embedding.sharding.mesh, PartitionSpec()))
     return {**_body(params), "value_head": {"weight": weight}}
 

@@ -19,7 +19,7 @@ from jaxrl_llm.data.columns import Messages
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.buckets import growing
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.classifier import CLASSIFIERS, architecture_of, load_classifier
+from jaxrl_llm.models.classifier import CLASSIFIERS, END_TOKEN, architecture_of, load_classifier
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.encoder import Encoder
 from jaxrl_llm.models.encoder_loading import ENCODERS, encoder_config, load_encoder
@@ -101,6 +101,8 @@ class ModelScorer:
         labels.check(label, output)
         self._tokenizer = load_tokenizer(local)
         self._template = choose_template(self._tokenizer, template, is_encoder=architecture in ENCODERS)
+        end = hf.get(END_TOKEN)
+        self._end_token_id = end if isinstance(end, int) else None
         self._uses_types = False
         if architecture in ENCODERS:
             model, self._params = load_encoder(local, sharding=None if mesh is None else replicated(mesh), dtype=dtype)
@@ -145,7 +147,12 @@ class ModelScorer:
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: one of each is needed")
         inputs = score_inputs(
-            self._tokenizer, prompts, completions, template=self._template, max_tokens=self._max_tokens
+            self._tokenizer,
+            prompts,
+            completions,
+            template=self._template,
+            max_tokens=self._max_tokens,
+            end_token_id=self._end_token_id,
         )
         self._check_ids(inputs)
         scores = np.full(len(inputs), np.nan, np.float32)

@@ -11,6 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.data.columns import Messages, check_prompt
+from jaxrl_llm.data.prompts import encode_prompts, encode_text
 from jaxrl_llm.errors import UserError
 
 TEMPLATES = ("auto", "chat", "pair", "concat")
@@ -62,6 +63,7 @@ def score_inputs(
     *,
     template: str,
     max_tokens: int,
+    end_token_id: int | None = None,
 ) -> list[ScoreInput]:
     """The token ids of each prompt with its completion.
 
@@ -69,6 +71,9 @@ def score_inputs(
     tokens that the template writes and no others. ``pair``: two texts, as the tokenizer joins them. ``concat``: one
     text, the prompt and right after it the completion. In the last two a chat is the contents of its turns, a line
     each, and the tokenizer adds its special tokens.
+
+    A model that was trained to score at an end token (``end_token_id``, not with ``pair``) reads what a policy's
+    training reads: the prompt up to where the answer begins, the completion's tokens, and that token.
 
     A text that is too long loses the beginning of its prompt, and of its completion once the prompt is used up; the
     special tokens that the tokenizer adds, a leading BOS, and the end stay.
@@ -80,6 +85,8 @@ def score_inputs(
     if not prompts:
         return []
     chats = [check_prompt(prompt, f"Prompt {index}") for index, prompt in enumerate(prompts)]
+    if end_token_id is not None and template != "pair":
+        return _ended(tokenizer, chats, completions, template == "chat", max_tokens, end_token_id)
     if template == "chat":
         texts = [_render(tokenizer, chat, text) for chat, text in zip(chats, completions, strict=True)]
         encoded = _encode(tokenizer, texts, add_special_tokens=False)
@@ -100,7 +107,30 @@ def score_inputs(
             border = _common_prefix(text, _render(tokenizer, chat, None))
         elif template == "concat":
             border = len(_plain(chat))
-        inputs.append(_cut(ids, types, _sides(encoding, border, tokenizer.bos_token_id), max_tokens))
+        inputs.append(_cut(ids, types, _sides(encoding, border, _bos(tokenizer)), max_tokens))
+    return inputs
+
+
+def _ended(
+    tokenizer: PreTrainedTokenizerBase,
+    chats: Sequence[str | Messages],
+    completions: Sequence[str],
+    templated: bool,
+    max_tokens: int,
+    end_token_id: int,
+) -> list[ScoreInput]:
+    """Prompts and completions encoded apart, as the rows of a data set are, and the end token."""
+    texts = [_render(tokenizer, chat, None) if templated else _plain(chat) for chat in chats]
+    inputs = []
+    encoded = encode_prompts(tokenizer, texts, [templated] * len(texts))
+    for index, (prompt, text) in enumerate(zip(encoded, completions, strict=True)):
+        completion = encode_text(tokenizer, text, f"Completion {index}")
+        ids = np.asarray([*prompt, *completion, end_token_id], np.int32)
+        sides = np.repeat([0, 1, -1], [len(prompt), len(completion), 1])
+        if ids[0] == _bos(tokenizer):
+            sides[0] = -1
+        types = np.zeros(len(ids), np.int32)
+        inputs.append(ScoreInput(ids, types) if len(ids) <= max_tokens else _cut(ids, types, sides, max_tokens))
     return inputs
 
 
@@ -121,6 +151,10 @@ def _render(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages, completi
         ) from error
 
 
+def _bos(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    return tokenizer.bos_token_id if isinstance(tokenizer.bos_token_id, int) else None
+
+
 def _plain(prompt: str | Messages) -> str:
     return prompt if isinstance(prompt, str) else "\n".join(str(message.get("content", "")) for message in prompt)
 
@@ -128,7 +162,8 @@ def _plain(prompt: str | Messages) -> str:
 def _encode(tokenizer: PreTrainedTokenizerBase, *texts: list[str], **options: Any) -> list[Any]:
     """The ``tokenizers.Encoding`` of each text or pair; not cut, whatever the tokenizer's own limit."""
     try:
-        return list(tokenizer(*texts, truncation=False, padding=False, verbose=False, **options).encodings or [])
+        encode: Any = tokenizer  # its signature names each text
+        return list(encode(*texts, truncation=False, padding=False, verbose=False, **options).encodings or [])
     except Exception as error:  # of the tokenizers library: no unknown token, text that is no Unicode
         raise UserError(
             f"A text of {len(texts[0])} can't be encoded by the reward model's tokenizer: {error}. Remove the "

@@ -1,0 +1,117 @@
+"""Runs with adapters: the base stays what it is and is shared; everything else is as without them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from jaxrl_llm.models.arrangement import merge_trees, split_adapters
+from jaxrl_llm.models.loading import load_model
+from jaxrl_llm.trainer import Trainer
+from tests.test_trainer import assert_equal_runs, exact, make_config, rows_file, run
+
+__all__ = ["rows_file"]  # the fixture
+
+LORA = {
+    "model.lora_rank": 4,
+    "num_steps": 2,
+    "training.mini_batch_size": 2,
+    "optimizer.learning_rate": 1e-2,
+    "optimizer.warmup_steps": 0,
+    "checkpoint.every_steps": 1,
+}
+
+
+def leaves(tree):
+    return jax.tree.leaves(tree)
+
+
+def start(config, workdir=None):
+    return Trainer(config, workdir, rewards={"exact": exact}, devices=jax.devices()[:1])
+
+
+def test_a_run_trains_adapters_and_nothing_else(rows_file, tmp_path):
+    """Two steps of GRPO with a KL. Caught: a copy of the base for the reference; a base that is donated, or trained; a
+    reference with the policy's adapters (KL of 0 in the second step); all of the model moved to the decoder again."""
+    trainer = start(make_config(rows_file, **LORA, **{"algorithm.kl_coef": 0.1}), tmp_path / "run")
+    policy, reference = trainer.roles["policy"], trainer.roles["reference"]
+    base, bits = leaves(policy.base), jax.device_get(policy.base)
+    assert all(one is other for one, other in zip(base, leaves(reference.params), strict=True))
+    assert not split_adapters(policy.base)[1] and not split_adapters(policy.params)[0]
+    assert {leaf.dtype.name for leaf in leaves(policy.params)} == {"float32"}
+
+    first, _ = trainer.step(next(trainer.data))
+    assert abs(first["kl/mean"]) < 1e-9 and first["rollout/logprob_diff_max"] < 1e-4
+    moved = trainer.rollout.hybrid_engine.last
+    second, _ = trainer.step(next(trainer.data))
+    assert second["kl/mean"] > 1e-6 and second["rollout/logprob_diff_max"] < 1e-4
+    again = trainer.rollout.hybrid_engine.last
+    assert 0 < again.copied_bytes == sum(leaf.nbytes for leaf in leaves(trainer.roles["policy"].params))
+    assert again.copied_bytes < moved.copied_bytes / 4
+
+    assert all(one is other for one, other in zip(base, leaves(trainer.roles["policy"].base), strict=True))
+    jax.tree.map(np.testing.assert_array_equal, bits, jax.device_get(trainer.roles["policy"].base))
+    assert all(np.asarray(leaf).any() for leaf in leaves(trainer.roles["policy"].params))
+
+    # What is exported computes the same as base and adapters apart.
+    trainer.export(tmp_path / "exported")
+    trainer.close()
+    plain, folded = load_model(tmp_path / "exported")
+    tokens = jnp.asarray([[1, 5, 9, 3, 12, 7]])
+    positions = jnp.arange(6)[None]
+    logits = []
+    for decoder, params in ((trainer.decoder, trainer.roles["policy"].whole), (plain, folded)):
+        hidden = jax.jit(decoder.hidden)(params, tokens, positions, jnp.ones_like(positions))
+        logits.append(np.asarray(decoder.logits(params, hidden))[..., : plain.config.vocab_size])
+    np.testing.assert_allclose(logits[0], logits[1], atol=2e-4)  # float32; logits of size 10
+    without = jax.jit(plain.hidden)(trainer.roles["policy"].base, tokens, positions, jnp.ones_like(positions))
+    before = np.asarray(plain.logits(trainer.roles["policy"].base, without))[..., : plain.config.vocab_size]
+    assert np.abs(before - logits[0]).max() > 0.01
+
+
+def test_a_checkpoint_holds_adapters_and_resume_equals_no_interruption(rows_file, tmp_path):
+    """Caught: the base saved with them; a frozen reference saved; adapters that start again."""
+    config = make_config(rows_file, **LORA, **{"algorithm.kl_coef": 0.1})
+    whole, expected = run(config, tmp_path / "whole")
+    run(config, tmp_path / "parts", steps=1)
+    resumed, after = run(config, tmp_path / "parts")
+    assert_equal_runs(whole, resumed, expected, after, (1, 2))
+    state = ocp.StandardCheckpointer().metadata(tmp_path / "parts" / "checkpoints" / "2" / "state").item_metadata
+    assert set(state) == {"policy"}
+    saved = jax.tree.map(lambda leaf: tuple(leaf.shape), dict(state["policy"]["params"]))
+    assert saved == jax.tree.map(lambda leaf: leaf.shape, whole.roles["policy"].params)
+
+
+def test_ppo_has_two_sets_of_adapters_on_one_base(rows_file):
+    """Caught: a base of its own for the critic; a value head that is left out of what is trained; equal adapters."""
+    changes = {name: value for name, value in LORA.items() if name != "checkpoint.every_steps"}
+    config = make_config(rows_file, **changes, **{"algorithm.name": "ppo", "critic.optimizer.learning_rate": 1e-2})
+    trainer = start(config)
+    policy, critic = trainer.roles["policy"], trainer.roles["critic"]
+    assert "lm_head" not in critic.base
+    same = {name: policy.base[name] for name in critic.base}
+    assert all(one is other for one, other in zip(leaves(critic.base), leaves(same), strict=True))
+    blocks = leaves(critic.params["blocks"])
+    assert any(np.asarray(a != b).any() for a, b in zip(blocks, leaves(policy.params["blocks"]), strict=True))
+    assert set(critic.params) == {"blocks", "value_head"}
+    bits = jax.device_get(critic.base)
+    for _ in range(2):
+        metrics, _ = trainer.step(next(trainer.data))
+        assert metrics["rollout/logprob_diff_max"] < 1e-4
+    critic = trainer.roles["critic"]
+    assert all(np.asarray(leaf).any() for leaf in leaves(critic.params))
+    jax.tree.map(np.testing.assert_array_equal, bits, jax.device_get(critic.base))
+    trainer.close()
+
+
+def test_what_is_trained_is_float32_and_the_base_is_not(rows_file):
+    """In bfloat16. Caught: a value head in the dtype of the base; a base in float32."""
+    config = make_config(rows_file, **LORA, **{"algorithm.name": "ppo", "dtype": "bfloat16"})
+    trainer = start(config)
+    for name in ("policy", "critic"):
+        state = trainer.roles[name]
+        assert {leaf.dtype.name for leaf in leaves(state.params)} == {"float32"}
+        assert {leaf.dtype.name for leaf in leaves(state.base)} == {"bfloat16"}
+    merged = merge_trees(trainer.roles["critic"].base, trainer.roles["critic"].params)
+    assert set(merged) == {*trainer.roles["critic"].base, "value_head"}
+    trainer.close()
