@@ -355,7 +355,7 @@ class Trainer:
         ]
 
     def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:
-        """Writes the policy as a Hugging Face folder, a reward model as a classifier; see `models.export.export_model` and
+        """Writes the policy as a Hugging Face folder, a reward model as a classifier: `models.export.export_model`,
         `models.classifier.export_classifier`."""
         write = export_model
         if self.models[self.main].role.head == "values":
