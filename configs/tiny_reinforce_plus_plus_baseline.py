@@ -1,0 +1,17 @@
+"""REINFORCE++-baseline teaches the shipped tiny model to carry: group means off, then whitened over the batch.
+
+    python -m jaxrl_llm.main --config configs/tiny_reinforce_plus_plus_baseline.py
+
+The task and its evaluation are those of `configs/tiny_grpo.py`.
+Greedy accuracy on the 505 held-out sums, one run: @FIGURES@.
+"""
+
+import tiny_grpo
+
+
+def get_config():
+    config = tiny_grpo.get_config()
+    config.algorithm.name = "reinforce_plus_plus_baseline"
+    config.num_steps = 60
+    config.eval.every_steps = 20
+    return config

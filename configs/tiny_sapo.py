@@ -1,0 +1,17 @@
+"""SAPO teaches the shipped tiny model to carry, with a soft gate on the ratio in place of a clip.
+
+    python -m jaxrl_llm.main --config configs/tiny_sapo.py
+
+The task and its evaluation are those of `configs/tiny_grpo.py`.
+Greedy accuracy on the 505 held-out sums, one run: @FIGURES@.
+"""
+
+import tiny_grpo
+
+
+def get_config():
+    config = tiny_grpo.get_config()
+    config.algorithm.name = "sapo"
+    config.num_steps = 60
+    config.eval.every_steps = 20
+    return config
