@@ -44,8 +44,8 @@ def sequences_of_pairs(rollouts: Rollouts, pairs: np.ndarray) -> Sequences:
       pairs: ``[P, 2]`` indices into the rollouts: chosen, rejected. A pair is a group of its own.
     """
     tokens, masks = [], []
-    for n in pairs.reshape(-1):
-        prompt = rollouts.examples[rollouts.group[n]].prompt_ids
+    for n in pairs.reshape(-1).tolist():
+        prompt = rollouts.examples[int(rollouts.group[n])].prompt_ids
         tokens.append(np.concatenate([prompt, rollouts.responses[n]]).astype(np.int32))
         masks.append(np.arange(len(tokens[-1])) >= len(prompt))
     count = len(pairs)

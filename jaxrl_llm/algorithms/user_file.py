@@ -84,7 +84,8 @@ def _load(path: pathlib.Path, attribute: str, name: str, _changed_ns: int) -> Al
 def check(algorithm: Algorithm) -> list[str]:
     """What is wrong with an algorithm, as far as it can be told without running it on anything."""
     options = algorithm.options
-    frozen = isinstance(options, type) and dataclasses.is_dataclass(options) and options.__dataclass_params__.frozen
+    parameters = getattr(options, "__dataclass_params__", None)  # what `dataclass` itself was told
+    frozen = isinstance(options, type) and parameters is not None and parameters.frozen
     if not frozen:
         return [f"options is {options!r}; it must be a frozen dataclass, with fields made by jaxrl_llm.config.option."]
     problems = [

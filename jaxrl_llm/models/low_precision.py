@@ -12,6 +12,8 @@ projection would be one more array beside the embedding, whose rows are looked u
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -86,7 +88,7 @@ def cast_rest(layer: Params, dtype: np.dtype) -> Params:
     """Everything in the compute dtype, but for 8-bit values and their scales."""
     kept = {(part, name) for part, matrices in CONTRACTED.items() for name in matrices} if is_quantized(layer) else ()
 
-    def one(path: tuple[jax.tree_util.DictKey, ...], leaf: Array) -> Array:
+    def one(path: tuple[Any, ...], leaf: Array) -> Array:
         names = tuple(entry.key for entry in path)
         exact = (names[0], names[1].removesuffix(SCALE)) in kept
         return leaf if exact else leaf.astype(dtype)
