@@ -355,8 +355,8 @@ class Trainer:
         ]
 
     def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:
-        """Writes the policy as a Hugging Face folder, a reward model as a classifier; see `models.export.export_model` and
-        `models.classifier.export_classifier`."""
+        """Writes the policy as a Hugging Face folder, and a reward model as a classifier's; see
+        `models.export.export_model` and `models.classifier.export_classifier`."""
         write = export_model
         if self.models[self.main].role.head == "values":
             write = functools.partial(export_classifier, end_token_id=require_eos(self.tokenizer))
