@@ -222,3 +222,70 @@ def test_mini_batches_hold_whole_groups():
     sequences = Sequences([np.zeros(2, np.int32)] * 10, [np.array([False, True])] * 10, group)
     parts = packing.mini_batches(sequences, 2)
     assert [part.tolist() for part in parts] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 7), st.integers(1, 7), st.booleans()), min_size=1, max_size=8),
+    st.integers(24, 50),
+    st.booleans(),
+    st.randoms(use_true_random=False),
+)
+def test_a_pair_stands_in_one_row_and_names_its_partner(pairs, row_tokens, share_prompts, random):
+    """At each trained token the partner's segment, in the same row; a prompt that both have stands there once where
+    prompts are shared, and a prompt that differs never does; the number of rows is bounded.
+
+    Caught: pairs split where a row is full; the partner's place in the batch; the own segment; prompts shared by their
+    group alone."""
+    tokens, masks = [], []
+    for number, (prompt, chosen, rejected, differ) in enumerate(pairs):
+        for place, length in enumerate((chosen, rejected)):
+            head = np.full(prompt, 10 * number + (place if differ else 0))
+            tokens.append(np.concatenate([head, 1000 + np.arange(length)]).astype(np.int32))
+            masks.append(np.arange(prompt + length) >= prompt)
+    count = 2 * len(pairs)
+    order = np.array(random.sample(range(count), count))
+    sequences = packing.select(
+        Sequences(tokens, masks, np.arange(count, dtype=np.int32) // 2, partner=np.arange(count, dtype=np.int32) ^ 1),
+        order,
+    )
+    shape = RowShape(row_tokens, 1)
+    most = micro_batches_for(count, max(map(len, tokens)), shape)
+    batch, placement = pack(
+        sequences,
+        shape,
+        aggregation="seq-mean-token-mean",
+        max_response_tokens=7,
+        max_micro_batches=most,
+        share_prompts=share_prompts,
+    )
+    assert len(batch.rows.tokens) == most and batch.denominator == count
+    segment_ids, partner_ids = batch.rows.segment_ids[:, 0], batch.rows.partner_ids[:, 0]
+    for n, other in enumerate(sequences.partner):
+        row = placement.row[n]
+        assert row == placement.row[other] >= 0
+        trained, of_other = (batch.rows.loss_mask[row, 0] & _columns(placement, i, row_tokens) for i in (n, other))
+        assert trained.sum() == sequences.loss_mask[n].sum()
+        assert set(partner_ids[row][trained]) == set(segment_ids[row][of_other])
+        assert set(partner_ids[row][trained]) != set(segment_ids[row][trained])
+        prompt, _, _, differ = pairs[order[n] // 2]
+        assert (placement.prompt[n].stop - placement.prompt[n].start) == (prompt if share_prompts and not differ else 0)
+    assert not partner_ids[~batch.rows.loss_mask[:, 0]].any()
+
+
+def _columns(placement, n, row_tokens):
+    columns = np.arange(row_tokens)
+    return (columns >= placement.completion[n].start) & (columns < placement.completion[n].stop)
+
+
+def test_a_pair_that_is_longer_than_a_row_is_refused():
+    """Caught: a pair split over two rows; an endless loop."""
+    tokens = [np.arange(n, dtype=np.int32) for n in (9, 8)]
+    sequences = Sequences(
+        tokens, [np.arange(len(ids)) >= 3 for ids in tokens], np.zeros(2, np.int32), partner=np.array([1, 0])
+    )
+    options = {"aggregation": "seq-mean-token-mean", "max_response_tokens": 9, "max_micro_batches": 2}
+    with pytest.raises(ValueError, match="2 sequences that are compared, together of 17 tokens"):
+        pack(sequences, RowShape(16, 1), **options, share_prompts=False)
+    batch, _ = pack(sequences, RowShape(16, 1), **options)  # with the prompt once it fits
+    assert batch.num_micro_batches == 1

@@ -8,7 +8,7 @@ import orbax.checkpoint as ocp
 from jaxrl_llm.models.arrangement import merge_trees, split_adapters
 from jaxrl_llm.models.loading import load_model
 from jaxrl_llm.trainer import Trainer
-from tests.test_trainer import assert_equal_runs, exact, make_config, rows_file, run
+from tests.test_trainer import exact, make_config, rows_file
 
 __all__ = ["rows_file"]  # the fixture
 
@@ -30,32 +30,46 @@ def start(config, workdir=None):
     return Trainer(config, workdir, rewards={"exact": exact}, devices=jax.devices()[:1])
 
 
-def test_a_run_trains_adapters_and_nothing_else(rows_file, tmp_path):
+def test_a_run_trains_keeps_and_exports_adapters(rows_file, tmp_path):
     """Two steps of GRPO with a KL. Caught: a copy of the base for the reference; a base that is donated, or trained; a
-    reference with the policy's adapters (KL of 0 in the second step); all of the model moved to the decoder again."""
+    reference with the policy's adapters (KL of 0 in the second step); all of the model moved to the decoder again; the
+    base, or the frozen reference, saved; adapters that start again; an export of the base."""
     trainer = start(make_config(rows_file, **LORA, **{"algorithm.kl_coef": 0.1}), tmp_path / "run")
     policy, reference = trainer.roles["policy"], trainer.roles["reference"]
     base, bits = leaves(policy.base), jax.device_get(policy.base)
     assert all(one is other for one, other in zip(base, leaves(reference.params), strict=True))
-    assert not split_adapters(policy.base)[1] and not split_adapters(policy.params)[0]
+    assert not split_adapters(policy.base)[1] and not leaves(split_adapters(policy.params)[0])
     assert {leaf.dtype.name for leaf in leaves(policy.params)} == {"float32"}
 
     first, _ = trainer.step(next(trainer.data))
+    trainer.save(first)
     assert abs(first["kl/mean"]) < 1e-9 and first["rollout/logprob_diff_max"] < 1e-4
     moved = trainer.rollout.hybrid_engine.last
     second, _ = trainer.step(next(trainer.data))
     assert second["kl/mean"] > 1e-6 and second["rollout/logprob_diff_max"] < 1e-4
     again = trainer.rollout.hybrid_engine.last
     assert 0 < again.copied_bytes == sum(leaf.nbytes for leaf in leaves(trainer.roles["policy"].params))
-    assert again.copied_bytes < moved.copied_bytes / 4
+    assert 0 <= again.moved_bytes == moved.moved_bytes == 0  # one device
 
     assert all(one is other for one, other in zip(base, leaves(trainer.roles["policy"].base), strict=True))
     jax.tree.map(np.testing.assert_array_equal, bits, jax.device_get(trainer.roles["policy"].base))
     assert all(np.asarray(leaf).any() for leaf in leaves(trainer.roles["policy"].params))
 
+    # A checkpoint holds what is trained, and a run that goes on from it does the second step again, bit for bit.
+    trainer.checkpoints.wait()
+    state = ocp.StandardCheckpointer().metadata(tmp_path / "run" / "checkpoints" / "1" / "state").item_metadata
+    assert set(state) == {"policy"}
+    saved = jax.tree.map(lambda leaf: tuple(leaf.shape), dict(state["policy"]["params"]))
+    assert saved == jax.tree.map(lambda leaf: leaf.shape, trainer.roles["policy"].params)
+    trainer.close()
+    resumed = start(trainer.config, tmp_path / "run")
+    assert resumed.restore()
+    resumed.step(next(resumed.data))
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.roles), jax.device_get(resumed.roles))
+    resumed.close()
+
     # What is exported computes the same as base and adapters apart.
     trainer.export(tmp_path / "exported")
-    trainer.close()
     plain, folded = load_model(tmp_path / "exported")
     tokens = jnp.asarray([[1, 5, 9, 3, 12, 7]])
     positions = jnp.arange(6)[None]
@@ -67,19 +81,6 @@ def test_a_run_trains_adapters_and_nothing_else(rows_file, tmp_path):
     without = jax.jit(plain.hidden)(trainer.roles["policy"].base, tokens, positions, jnp.ones_like(positions))
     before = np.asarray(plain.logits(trainer.roles["policy"].base, without))[..., : plain.config.vocab_size]
     assert np.abs(before - logits[0]).max() > 0.01
-
-
-def test_a_checkpoint_holds_adapters_and_resume_equals_no_interruption(rows_file, tmp_path):
-    """Caught: the base saved with them; a frozen reference saved; adapters that start again."""
-    config = make_config(rows_file, **LORA, **{"algorithm.kl_coef": 0.1})
-    whole, expected = run(config, tmp_path / "whole")
-    run(config, tmp_path / "parts", steps=1)
-    resumed, after = run(config, tmp_path / "parts")
-    assert_equal_runs(whole, resumed, expected, after, (1, 2))
-    state = ocp.StandardCheckpointer().metadata(tmp_path / "parts" / "checkpoints" / "2" / "state").item_metadata
-    assert set(state) == {"policy"}
-    saved = jax.tree.map(lambda leaf: tuple(leaf.shape), dict(state["policy"]["params"]))
-    assert saved == jax.tree.map(lambda leaf: leaf.shape, whole.roles["policy"].params)
 
 
 def test_ppo_has_two_sets_of_adapters_on_one_base(rows_file):

@@ -20,8 +20,8 @@ from tests.algorithms.compared_rows import preferences as make_preferences
 from tests.models.tiny import tiny_model
 
 TEMPERATURE = 0.7
-CASES = [(0.0, 0), (0.3, 0), (1.0, 0), (0.3, 3), (1.0, 3)]
-WEIGHTS = np.array([1.0, 2.0, -1.0, 0.5, -3.0], np.float32)
+CASES = [(0.0, 0), (0.5, 0), (1.0, 0), (0.3, 3)]
+WEIGHTS = np.array([1.0, 2.0, -1.0, 0.5], np.float32)
 
 
 def make_sequences():
