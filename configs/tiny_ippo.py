@@ -3,7 +3,8 @@
     python -m jaxrl_llm.main --config configs/tiny_ippo.py
 
 The second agent reads the prompt, what the first wrote, and the prompt again, which the shipped model has never seen:
-it is almost always wrong at first. So the share of right digits is rewarded too; the last answer's reward is that of both.
+it is almost always wrong at first. So the share of right digits is rewarded too; the last answer's reward is that of
+both.
 """
 
 import pathlib

@@ -4,8 +4,8 @@
     python -m jaxrl_llm.main export --config configs/tiny_reward_model.py --output outputs/tiny_reward_model_hf
 
 The shipped tiny model with a value head learns from `builtin:addition/preferences`; accuracy is the share of held-out
-pairs whose right sum scores higher (0 before: a new head scores all alike). The exported folder is a Hugging Face sequence classifier, which
-`--config.reward_model.path=` of another run takes as a reward.
+pairs whose right sum scores higher (0 before: a new head scores all alike). The exported folder is a Hugging Face
+sequence classifier, which `--config.reward_model.path=` of another run takes as a reward.
 Accuracy on the 505 held-out pairs, one run: 0.000 → 0.956 in 200 steps and 36 s.
 """
 
