@@ -355,8 +355,8 @@ class Trainer:
         ]
 
     def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:
-        """Writes the policy as a Hugging Face folder, and a reward model as a classifier's; see
-        `models.export.export_model` and `models.classifier.export_classifier`."""
+        """Writes the policy as a Hugging Face folder, a reward model as a classifier: `models.export.export_model`,
+        `models.classifier.export_classifier`."""
         write = export_model
         if self.models[self.main].role.head == "values":
             write = functools.partial(export_classifier, end_token_id=require_eos(self.tokenizer))
@@ -390,9 +390,9 @@ class Trainer:
         if self.checkpoints is None or self.checkpoints.latest_step() is None:
             return False
         if self.read_only:
-            main = self.roles[self.main]
-            self.step_index, params = self.checkpoints.restore_params(self.main, main.params, step)
-            self.roles = {self.main: RoleState(params, base=main.base)}
+            for name, state in self.roles.items():
+                self.step_index, params = self.checkpoints.restore_params(name, state.params, step)
+                self.roles[name] = RoleState(params, base=state.base)
             logger.info("the checkpoint after step %d of %s", self.step_index, self.checkpoints.directory)
             return True
         restored = self.checkpoints.restore(self._saved(), step)
@@ -488,10 +488,13 @@ class Trainer:
             )
         rollout = self.config.rollout
         bounds = self.config.checks.bounds(str(np.dtype(self.dtype)), rollout.temperature, rollout.weight_dtype)
-        for name, bound in zip(("rollout/logprob_diff_mean", "rollout/logprob_diff_max"), bounds, strict=True):
-            if metrics.get(name, 0.0) > bound:
+        for name, value in metrics.items():
+            if not name.startswith("rollout/logprob_diff_"):  # of each policy, where there are several
+                continue
+            bound = bounds[1] if name.endswith("_max") else bounds[0]
+            if value > bound:
                 return (
-                    f"{name} is {metrics[name]:.3g}, above its bound {bound:g}. The decoder "
+                    f"{name} is {value:.3g}, above its bound {bound:g}. The decoder "
                     "and the trainer disagree on the probability of the sampled tokens, so the loss is computed for "
                     "another policy than the one that wrote them. It was not saved. Look at rollout.attention, "
                     "dtype and jax_default_matmul_precision; checks.* sets the bounds if this size is known to be fine."

@@ -1,4 +1,4 @@
-"""From pairs to a reward: a reward model is trained, exported, and scores another run's answers as it was trained to."""
+"""From pairs to a reward: a reward model is trained, exported, and scores another run as it was trained to."""
 
 import json
 
