@@ -38,9 +38,10 @@ def step_figures(arguments: argparse.Namespace) -> tuple[str, dict[str, float]]:
     figures = grpo_step.measure(arguments.model, work)
     if arguments.trl_python:
         for name, allocator in (("trl", False), ("trl_with_allocator_setting", True)):
-            seconds = grpo_step.measure_trl(arguments.trl_python, arguments.model, work, allocator)
-            figures[f"{name}_step_s"] = seconds
-            figures[f"times faster than {name}"] = seconds / figures["step_s"]
+            peer = grpo_step.measure_trl(arguments.trl_python, arguments.model, work, allocator)
+            figures[f"{name}_step_s"] = peer["step_s"]
+            figures[f"{name}_peak_memory_gib"] = peer["peak_memory_gib"]
+            figures[f"times faster than {name}"] = peer["step_s"] / figures["step_s"]
     title = (
         f"One GRPO step: {work.prompts} prompts x {work.samples} samples, "
         f"{work.prompt_tokens} + {work.new_tokens} tokens, {arguments.model}"

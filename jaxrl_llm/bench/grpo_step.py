@@ -78,7 +78,8 @@ def trainer_prompt(trainer, work: Workload, index: int) -> list[int]:
     return work.prompt_ids(trainer.tokenizer, index)
 
 
-def measure_trl(python: str, model: str, work: Workload, allocator: bool) -> float:
-    """Seconds of the same step by TRL in another environment, with this program's allocator setting or as it comes."""
+def measure_trl(python: str, model: str, work: Workload, allocator: bool) -> dict[str, float]:
+    """Seconds and peak memory of the same step by TRL in another environment, with this program's allocator setting or
+    as it comes."""
     flags = {name: getattr(work, name) for name in ("prompts", "samples", "prompt_tokens", "new_tokens", "steps")}
-    return peers.run(python, "trl_step.py", model, flags, allocator=allocator)["step_s"]
+    return peers.run(python, "trl_step.py", model, flags, allocator=allocator)

@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import pathlib
+import resource
 import statistics
 import sys
 import tempfile
@@ -75,7 +76,9 @@ def main() -> None:
         )
         trainer.train()
     measured = clock.seconds[1:]  # the first step allocates
-    print("RESULT " + json.dumps({"step_s": statistics.median(measured), "steps_s": measured}), flush=True)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30
+    result = {"step_s": statistics.median(measured), "steps_s": measured, "peak_memory_gib": peak}
+    print("RESULT " + json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":
