@@ -102,7 +102,7 @@ def reference_step(case):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("case", CASES)
 def test_neither_split_nor_packing_nor_mesh_changes_the_update(case, split):
-    """Meant to catch: a sequence's mean over its row; values at the column before where a prompt is shared; a denominator of
+    """Against: a sequence's mean over its row; values at the column before where a prompt is shared; a denominator of
     the micro-batch; extras that are not packed with their sequence."""
     expected_params, expected = reference_step(case)
     params, metrics = one_sgd_step(case, **SPLITS[split])
@@ -116,7 +116,7 @@ def test_neither_split_nor_packing_nor_mesh_changes_the_update(case, split):
 
 
 def test_the_cases_are_beyond_their_bounds():
-    """Without this the equalities above might be of losses that clip nothing. Meant to catch: a clip that is wide."""
+    """Without this the equalities above might be of losses that clip nothing. Against: a clip that is wide."""
     for case in ("gspo", "gmpo", "ppo, shared trunk"):
         _, metrics = reference_step(case)
         assert metrics["policy/clip_fraction_high"] > 0.02 and metrics["policy/clip_fraction_low"] > 0.02, case
