@@ -77,7 +77,7 @@ def test_the_reward_is_one_for_all(shared):
 def test_every_agent_learns_from_its_own_tokens_in_the_same_updates():
     """Mini-batches hold whole prompts of the episode; one update a rollout needs no old log-probs of any agent.
 
-    Against: an agent trained on another's tokens; one that updates once a sample, or that computes old log-probs because
+    Against: an agent trained on another's tokens; one that updates once a sample, or computes old log-probs because
     its readers are more than a mini-batch; metrics that overwrite those of the first agent.
     """
     calls = []

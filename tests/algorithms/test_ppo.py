@@ -196,8 +196,8 @@ def test_the_adaptive_weight_is_kept_with_the_run(tmp_path):
 
 
 def test_a_shared_trunk_learns_both(tmp_path):
-    """One role with a value head, which generates and is exported. Against: a head without a gradient; a critic made all
-    the same."""
+    """One role with a value head, which generates and is exported. Against: a head without a gradient; a critic made
+    all the same."""
     shared = make_trainer(**{"algorithm.shared_trunk": True})
     assert list(shared.roles) == ["policy"]
     before = params_of(shared, "policy")
