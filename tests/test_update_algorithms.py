@@ -13,7 +13,6 @@ from jaxrl_llm import optimizer, packing, update
 from jaxrl_llm.algorithms import ALGORITHMS
 from jaxrl_llm.config import MeshConfig, OptimizerConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.value_head import add_value_head
 from jaxrl_llm.sharding import TRAINING, batch_shards, make_mesh
 from tests.test_update import CONFIG, SEQUENCES, initial_params, make_sequences
 
@@ -56,9 +55,8 @@ def params_of(head):
     params = initial_params()
     if head == "tokens":
         return params
-    headed = add_value_head(Decoder(CONFIG), params)
     weight = np.random.default_rng(5).normal(size=CONFIG.hidden_size).astype(np.float32)
-    return {**params, **headed, "value_head": {"weight": weight}}
+    return {**params, "value_head": {"weight": weight}}
 
 
 def one_sgd_step(
@@ -102,7 +100,7 @@ def reference_step(case):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("case", CASES)
 def test_neither_split_nor_packing_nor_mesh_changes_the_update(case, split):
-    """Caught: a sequence's mean over its row; values at the column before where a prompt is shared; a denominator of
+    """Against: a sequence's mean over its row; values at the column before where a prompt is shared; a denominator of
     the micro-batch; extras that are not packed with their sequence."""
     expected_params, expected = reference_step(case)
     params, metrics = one_sgd_step(case, **SPLITS[split])
@@ -116,7 +114,7 @@ def test_neither_split_nor_packing_nor_mesh_changes_the_update(case, split):
 
 
 def test_the_cases_are_beyond_their_bounds():
-    """Without this the equalities above might be of losses that clip nothing. Caught: a clip that is wide."""
+    """Without this the equalities above might be of losses that clip nothing. Against: a clip that is wide."""
     for case in ("gspo", "gmpo", "ppo, shared trunk"):
         _, metrics = reference_step(case)
         assert metrics["policy/clip_fraction_high"] > 0.02 and metrics["policy/clip_fraction_low"] > 0.02, case

@@ -166,9 +166,9 @@ def test_advantages_are_those_of_the_formula(name, case, algorithm):
     """With a sample that is not scored, a group of equal rewards, a truncated response and a group without a score.
 
     Caught: an advantage that stands on the prompt; the biased deviation; RLOO's baseline with the sample itself;
-    REINFORCE++ without its discount; whitening that counts unscored samples; GDPO's weights
-    left out; a value read at its own token; a truncated response whose return ends in 0, a finished one whose does
-    not; the wrong KL estimator.
+    REINFORCE++ without its discount; whitening that counts unscored samples; GDPO's weights left out; a value read at
+    its own token; a truncated response whose return ends in 0. Against: a finished one whose does not; the wrong KL
+    estimator.
     """
     sequences, _ = prepared(name, **algorithm)
     rollouts = make_rollouts()
@@ -182,7 +182,7 @@ def test_advantages_are_those_of_the_formula(name, case, algorithm):
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus", "ppo", "gdpo"])
 def test_truncated_responses_leave_the_loss_and_the_whitening(name):
-    """Their rewards still count in the group. Caught: whitening over what is not trained; a mean without them."""
+    """Their rewards still count in the group. Against: whitening over what is not trained; a mean without them."""
     sequences, _ = prepared(name, mask_truncated=True)
     rollouts = make_rollouts()
     assert [n for n in range(12) if not sequences.loss_mask[n].any()] == [3, 5, 9]
@@ -197,7 +197,7 @@ def test_truncated_responses_leave_the_loss_and_the_whitening(name):
 
 
 def test_the_weight_of_the_kl_is_the_controllers():
-    """Caught: `algorithm.kl_coef` in place of the weight in memory."""
+    """Against: `algorithm.kl_coef` in place of the weight in memory."""
     options = {"kl_coef": 0.3, "kl_in": "reward", "whiten_advantages": False, "kl_estimator": "k1"}
     sequences, _ = prepared("ppo", memory={"kl_coef": 0.7}, **options)
     rollouts = make_rollouts()
@@ -207,7 +207,7 @@ def test_the_weight_of_the_kl_is_the_controllers():
 
 
 def test_ppo_tells_what_the_critic_explains():
-    """Returns are advantage plus value. Caught: the whitened advantages in the returns; a variance over the prompt."""
+    """Returns are advantage plus value. Against: the whitened advantages in the returns; a variance over the prompt."""
     sequences, context = prepared("ppo")
     rollouts = make_rollouts()
     raw = ppo_by_hand(rollouts, 0.0, response_kl(rollouts, "k1"), 1.0, 1.0)
@@ -314,7 +314,7 @@ LOSSES = [
 def test_loss_and_gradient_are_those_of_the_formula(name, algorithm):
     """On packed rows, with a KL to the reference (k3) and an entropy bonus.
 
-    Caught: a sequence's mean over its row, or over its prompt too; the clip of the other sign; a stop_gradient left
+    Against: a sequence's mean over its row, or over its prompt too; the clip of the other sign; a stop_gradient left
     out or put too much; the KL of the old policy; the weights of another aggregation; the entropy's sign.
     """
     rows, actor, trained, options, denominator = packed(name, entropy_coef=0.05, **algorithm)
@@ -345,7 +345,7 @@ def test_loss_and_gradient_are_those_of_the_formula(name, algorithm):
 
 
 def test_the_critics_loss_is_that_of_the_formula():
-    """Caught: the values after the tokens; a clip that takes the smaller loss; the half left out."""
+    """Against: the values after the tokens; a clip that takes the smaller loss; the half left out."""
     rows, _, trained, options, _ = packed("ppo")
     generator = np.random.default_rng(3)
     values = np.where(rows.loss_mask, generator.normal(size=(8, 16)), 0.0).astype(np.float32)
@@ -397,7 +397,7 @@ CORRECTIONS = [
 
 @pytest.mark.parametrize(("algorithm", "factor"), CORRECTIONS, ids=[str(options) for options, _ in CORRECTIONS])
 def test_rollout_correction_weights_the_policys_loss_alone(algorithm, factor):
-    """The KL term keeps its weight. Caught: sampler and trainer exchanged; a sequence told by its row;
+    """The KL term keeps its weight. Against: sampler and trainer exchanged; a sequence told by its row;
     the veto by the mean; a corrected KL; the options not passed on."""
     rows, actor, trained, options, _ = packed("grpo", **algorithm)
     objective, gradient = loss_and_gradient("grpo", options, rows, actor)
@@ -429,7 +429,7 @@ def test_rollout_correction_weights_the_policys_loss_alone(algorithm, factor):
 
 
 def test_metrics_of_the_correction_can_be_had_without_it():
-    """Caught: metrics by default; none where they are asked for."""
+    """Against: metrics by default; none where they are asked for."""
     rows, actor, _, options, _ = packed("grpo")
     assert not any("rollout_corr" in name for name in loss_and_gradient("grpo", options, rows, actor)[0].counted)
     rows, actor, _, options, _ = packed("grpo", rollout_metrics=True)
@@ -439,7 +439,7 @@ def test_metrics_of_the_correction_can_be_had_without_it():
 
 
 def test_bounds_that_keep_nothing_are_refused():
-    """Caught: a step in which every token is rejected."""
+    """Against: a step in which every token is rejected."""
     with pytest.raises(UserError, match="rollout_rs_threshold"):
         make_config("grpo", rollout_rs="seq_mean_k1", rollout_rs_threshold=0.5)
     with pytest.raises(UserError, match="rollout_rs_threshold_lower"):

@@ -82,7 +82,7 @@ def test_a_value_is_that_of_the_state_its_token_was_chosen_in(trainer):
     """Prompts shared in packed rows, against one forward pass of each sequence alone; in the values that the
     advantages read as in those that the critic's loss reads.
 
-    Caught: the value of the token's own column; the value of the column before, which at a completion that shares its
+    Against: the value of the token's own column; the value of the column before, which at a completion that shares its
     prompt is another completion's last; the value after the token in the loss.
     """
     rollouts = fixed_rollouts(trainer)
@@ -120,7 +120,7 @@ def test_a_value_is_that_of_the_state_its_token_was_chosen_in(trainer):
 
 
 def test_only_a_response_that_was_cut_goes_on(trainer):
-    """Caught: a bootstrap of 0 for one that was cut; a value for one that ended; the value of the wrong state."""
+    """Against: a bootstrap of 0 for one that was cut; a value for one that ended; the value of the wrong state."""
     config = host_config("ppo", whiten_advantages=False)
 
     class Known(FakeContext):
@@ -139,7 +139,7 @@ def test_only_a_response_that_was_cut_goes_on(trainer):
 
 
 def test_the_critic_learns_alone_in_its_first_steps():
-    """Bit for bit. Caught: a policy that is updated too."""
+    """Bit for bit. Against: a policy that is updated too."""
     warm = make_trainer(**{"critic.warmup_steps": 1})
     policy, critic = params_of(warm, "policy"), params_of(warm, "critic")
     metrics, _ = warm.step(next(warm.data))
@@ -155,7 +155,7 @@ def test_the_critic_learns_alone_in_its_first_steps():
 def test_the_critic_comes_to_explain_the_returns(trainer):
     """On fixed rollouts whose return is told by the prompt. A head that starts at 0 explains nothing.
 
-    Caught: a loss of the wrong sign; values that are trained for another state than they are read at (0.2).
+    Against: a loss of the wrong sign; values that are trained for another state than they are read at (0.2).
     """
     rollouts = fixed_rollouts(trainer)
     state = trainer.roles["critic"]
@@ -171,7 +171,7 @@ def test_the_critic_comes_to_explain_the_returns(trainer):
 
 
 def test_the_adaptive_weight_is_kept_with_the_run(tmp_path):
-    """The first KL is 0, below its target, so the weight falls by the most it may. Caught: a controller that is not
+    """The first KL is 0, below its target, so the weight falls by the most it may. Against: a controller that is not
     called; a weight that starts again with a resumed run, or that the next step does not use."""
     changes = {
         "algorithm.kl_coef": 0.5,
@@ -196,8 +196,8 @@ def test_the_adaptive_weight_is_kept_with_the_run(tmp_path):
 
 
 def test_a_shared_trunk_learns_both(tmp_path):
-    """One role with a value head, which generates and is exported. Caught: a head without a gradient; a critic made all
-    the same."""
+    """One role with a value head, which generates and is exported. Against: a head without a gradient; a critic made
+    all the same."""
     shared = make_trainer(**{"algorithm.shared_trunk": True})
     assert list(shared.roles) == ["policy"]
     before = params_of(shared, "policy")
@@ -233,12 +233,12 @@ def test_a_shared_trunk_learns_both(tmp_path):
     ],
 )
 def test_options_that_cannot_work_are_refused(changes, message):
-    """Caught: each of the checks taken out."""
+    """Against: each of the checks taken out."""
     with pytest.raises(UserError, match=message):
         make_config(**changes)
 
 
 def test_sequences_are_shared_by_policy_and_critic(trainer):
-    """Caught: a batch packed and sent twice, for each role."""
+    """Against: a batch packed and sent twice, for each role."""
     prepared = ppo.prepare(StepContext(trainer, PhaseTimer()), fixed_rollouts(trainer))
     assert isinstance(prepared["policy"], Sequences) and prepared["policy"] is prepared["critic"]
