@@ -121,6 +121,11 @@ class Checkpoints:
                 self.directory / str(step) / "state",
                 args=ocp.args.PyTreeRestore(item=item, restore_args=arguments, partial_restore=True),
             )
+            found = restored.get(role, {}).get("params", {})
+            if jax.tree.map(_is_array, found) != jax.tree.map(
+                lambda _: True, template
+            ):  # the partial one never complains
+                raise ValueError(f"it holds other parameters of {role!r}, or none.")
         return step, restored[role]["params"]
 
     def _complete(self, step: int | None) -> int:
@@ -172,6 +177,10 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array)
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""From pairs to a reward: a reward model is trained, exported, and scores another run as it was trained to."""
+"""From pairs to a reward: a model is trained, exported, and scores another run's answers as it was trained to."""
 
 import json
 
@@ -47,7 +47,7 @@ def trained(tmp_path_factory):
 
 
 def test_an_exported_model_scores_as_it_was_trained(trained):
-    """Caught: the score read before the end of sequence; the head left out of the export; a loss that pushes the wrong
+    """Target: the score read before the end of sequence; the head left out of the export; a loss that pushes the wrong
     way."""
     folder, metrics, scores = trained
     assert metrics[-1]["loss/total"] < metrics[0]["loss/total"] == pytest.approx(np.log(2), abs=1e-6)
@@ -60,7 +60,7 @@ def test_an_exported_model_scores_as_it_was_trained(trained):
 
 
 def test_transformers_gives_the_same_scores_of_texts_that_end(trained):
-    """Caught: a padding token in the folder that is the end of sequence, which transformers would skip."""
+    """Target: a padding token in the folder that is the end of sequence, which transformers would skip."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -76,7 +76,7 @@ def test_transformers_gives_the_same_scores_of_texts_that_end(trained):
 
 
 def test_it_is_a_reward_alone_and_beside_functions(trained, rows_file, monkeypatch):
-    """One step of GRPO. Caught: a weight left out; a score that replaces the functions'; prompts and answers in another
+    """One step of GRPO. Target: a weight left out; a score that replaces the functions'; prompts and answers in another
     order; a model whose scores all failed taken for zeros."""
     folder, _, _ = trained
     model = {"reward_model.path": str(folder), "reward_model.max_tokens": 16, "reward_model.weight": 0.5}
@@ -110,7 +110,7 @@ def test_a_model_that_gives_no_score_is_refused_before_training(rows_file):
 
 
 def test_a_critic_starts_from_a_classifier_and_a_reference_from_an_earlier_run(trained, rows_file, tmp_path):
-    """Caught: a new head in place of the classifier's; the policy's start in place of the checkpoint; a critic with
+    """Target: a new head in place of the classifier's; the policy's start in place of the checkpoint; a critic with
     another vocabulary."""
     folder, _, _ = trained
     first = start(make_config(rows_file, num_steps=1), tmp_path / "first")

@@ -31,7 +31,7 @@ def start(config, workdir=None):
 
 
 def test_a_run_trains_keeps_and_exports_adapters(rows_file, tmp_path):
-    """Two steps of GRPO with a KL. Caught: a copy of the base for the reference; a base that is donated, or trained; a
+    """Two steps of GRPO with a KL. Target: a copy of the base for the reference; a base that is donated, or trained; a
     reference with the policy's adapters (KL of 0 in the second step); all of the model moved to the decoder again; the
     base, or the frozen reference, saved; adapters that start again; an export of the base."""
     trainer = start(make_config(rows_file, **LORA, **{"algorithm.kl_coef": 0.1}), tmp_path / "run")
@@ -48,7 +48,7 @@ def test_a_run_trains_keeps_and_exports_adapters(rows_file, tmp_path):
     second, _ = trainer.step(next(trainer.data))
     assert second["kl/mean"] > 1e-6 and second["rollout/logprob_diff_max"] < 1e-4
     again = trainer.rollout.hybrid_engine.last
-    assert 0 < again.copied_bytes == sum(leaf.nbytes for leaf in leaves(trainer.roles["policy"].params))
+    assert 0 < again.copied_bytes < moved.copied_bytes / 4
     assert 0 <= again.moved_bytes == moved.moved_bytes == 0  # one device
 
     assert all(one is other for one, other in zip(base, leaves(trainer.roles["policy"].base), strict=True))
@@ -84,7 +84,7 @@ def test_a_run_trains_keeps_and_exports_adapters(rows_file, tmp_path):
 
 
 def test_ppo_has_two_sets_of_adapters_on_one_base(rows_file):
-    """Caught: a base of its own for the critic; a value head that is left out of what is trained; equal adapters."""
+    """Target: a base of its own for the critic; a value head that is left out of what is trained; equal adapters."""
     changes = {name: value for name, value in LORA.items() if name != "checkpoint.every_steps"}
     config = make_config(rows_file, **changes, **{"algorithm.name": "ppo", "critic.optimizer.learning_rate": 1e-2})
     trainer = start(config)
@@ -106,7 +106,7 @@ def test_ppo_has_two_sets_of_adapters_on_one_base(rows_file):
 
 
 def test_what_is_trained_is_float32_and_the_base_is_not(rows_file):
-    """In bfloat16. Caught: a value head in the dtype of the base; a base in float32."""
+    """In bfloat16. Target: a value head in the dtype of the base; a base in float32."""
     config = make_config(rows_file, **LORA, **{"algorithm.name": "ppo", "dtype": "bfloat16"})
     trainer = start(config)
     for name in ("policy", "critic"):

@@ -59,7 +59,7 @@ def reference_point(policy, reference):
 
 def test_the_reference_point_is_the_policys_on_other_prompts(monkeypatch):
     """The policy of these numbers is below its reference, so that the point is 0; the other way round it is above.
-    Caught: ratios of the rows' own completions; policy and reference exchanged; no bound at 0; a mean over tokens."""
+    Target: ratios of the rows' own completions; policy and reference exchanged; no bound at 0; a mean over tokens."""
     sequences, context = prepared()
     assert context.asked == ["reference", "policy", "reference"]
     assert reference_point(SLOPE["policy"], SLOPE["reference"]) < -0.1 and set(sequences.extras["kl"]) == {0.0}
@@ -72,7 +72,7 @@ def test_the_reference_point_is_the_policys_on_other_prompts(monkeypatch):
 
 @pytest.mark.parametrize("row_tokens", [9, 40], ids=["several rows", "all in one row"])
 def test_loss_gradient_and_metrics_equal_numpy(row_tokens, monkeypatch):
-    """Caught: the sum over a whole row; weights or labels exchanged; the point of the row's own ratios; a mean over
+    """Target: the sum over a whole row; weights or labels exchanged; the point of the row's own ratios; a mean over
     tokens in place of sequences; rewards of the undesirable ones among the others."""
     monkeypatch.setitem(SLOPE, "policy", 0.01)
     sequences, context = prepared()
@@ -112,6 +112,6 @@ def test_loss_gradient_and_metrics_equal_numpy(row_tokens, monkeypatch):
     ids=str,
 )
 def test_more_than_one_update_of_a_batch_is_refused(changes, message):
-    """Caught: each check taken out."""
+    """Target: each check taken out."""
     with pytest.raises(UserError, match=message):
         make_config("kto", changes)
