@@ -14,6 +14,7 @@ def get_config():
     config = tiny_grpo.get_config()
     config.algorithm.name = "reinforce_plus_plus"
     config.num_steps = 60
+    config.training.micro_batch_tokens = 1024
     config.eval.every_steps = 20
     config.train_batch_size = 512
     config.training.mini_batch_size = 256

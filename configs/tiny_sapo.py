@@ -13,5 +13,6 @@ def get_config():
     config = tiny_grpo.get_config()
     config.algorithm.name = "sapo"
     config.num_steps = 60
+    config.training.micro_batch_tokens = 512
     config.eval.every_steps = 20
     return config
