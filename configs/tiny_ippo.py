@@ -24,6 +24,8 @@ def get_config():
     config.rollout.samples_per_prompt = 4
     config.optimizer.learning_rate = 1e-3
     config.critic.optimizer.learning_rate = 1e-3
-    config.num_steps = 40
-    config.eval.every_steps = 10
+    config.num_steps = 80
+    config.training.mini_batch_size = 0
+    config.training.micro_batch_tokens = 512
+    config.eval.every_steps = 20
     return config
