@@ -3,7 +3,6 @@
     python -m jaxrl_llm.main --config configs/tiny_gmpo.py
 
 The task and its evaluation are those of `configs/tiny_grpo.py`.
-Greedy accuracy on the 505 held-out sums, one run: @FIGURES@.
 """
 
 import tiny_grpo

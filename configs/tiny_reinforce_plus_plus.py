@@ -4,7 +4,7 @@
 
 The task and its evaluation are those of `configs/tiny_grpo.py`; a step has 512 prompts with an answer each in place of
 64 with eight. What a reward is compared with is the mean of the batch.
-Greedy accuracy on the 505 held-out sums, one run: @FIGURES@.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.976 in 60 steps and 64 s.
 """
 
 import tiny_grpo

@@ -4,7 +4,7 @@
 
 The task and its evaluation are those of `configs/tiny_grpo.py`; a step has 256 prompts, each answered twice: once
 sampled and trained on, once greedily as the baseline.
-Greedy accuracy on the 505 held-out sums, one run: @FIGURES@.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.954 in 60 steps and 58 s.
 """
 
 import tiny_grpo
