@@ -3,7 +3,6 @@
     python -m jaxrl_llm.main --config configs/tiny_cispo.py
 
 The task and its evaluation are those of `configs/tiny_grpo.py`.
-Greedy accuracy on the 505 held-out sums, one run: @FIGURES@.
 """
 
 import tiny_grpo
@@ -13,5 +12,6 @@ def get_config():
     config = tiny_grpo.get_config()
     config.algorithm.name = "cispo"
     config.num_steps = 60
+    config.training.micro_batch_tokens = 512
     config.eval.every_steps = 20
     return config

@@ -4,7 +4,7 @@
 
 The task and its evaluation are those of `configs/tiny_grpo.py`. Of a prompt's eight samples every four are one try; a
 prompt that most tries solve has little left to teach.
-Greedy accuracy on the 505 held-out sums, one run: @FIGURES@.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.947 in 60 steps and 36 s.
 """
 
 import tiny_grpo
@@ -14,5 +14,6 @@ def get_config():
     config = tiny_grpo.get_config()
     config.algorithm.name = "pass_at_k"
     config.num_steps = 60
+    config.training.micro_batch_tokens = 512
     config.eval.every_steps = 20
     return config

@@ -4,7 +4,7 @@
 
 The task and its evaluation are those of `configs/tiny_grpo.py`; a step has 256 prompts, each answered twice: once
 sampled and trained on, once greedily as the baseline.
-Greedy accuracy on the 505 held-out sums, one run: @FIGURES@.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.954 in 60 steps and 58 s.
 """
 
 import tiny_grpo
@@ -14,6 +14,7 @@ def get_config():
     config = tiny_grpo.get_config()
     config.algorithm.name = "remax"
     config.num_steps = 60
+    config.training.micro_batch_tokens = 1024
     config.eval.every_steps = 20
     config.train_batch_size = 256
     config.training.mini_batch_size = 128

@@ -52,7 +52,12 @@ def test_the_share_of_right_digits_counts_from_the_last(completion: str, score: 
 
 def taught(name: str, workdir: pathlib.Path, **changes) -> dict[int, float]:
     """Held-out accuracy by step of a run of a tiny configuration, with options by path (``__`` is a dot)."""
-    overrides = {"checkpoint.save_final": False, "checkpoint.every_steps": 0, "eval.every_steps": 0}
+    overrides = {
+        "checkpoint.save_final": False,
+        "checkpoint.every_steps": 0,
+        "eval.every_steps": 0,
+        "eval.max_rows": 200,
+    }
     overrides |= {path.replace("__", "."): value for path, value in changes.items()}
     config = read_config(
         str(ROOT / "configs" / f"{name}.py"), [(path, str(value)) for path, value in overrides.items()]
@@ -64,10 +69,10 @@ def taught(name: str, workdir: pathlib.Path, **changes) -> dict[int, float]:
 
 def test_dpo_learns_from_pairs(tmp_path: pathlib.Path):
     """Nothing is generated but the answers of the two evaluations."""
-    accuracy = taught("tiny_dpo", tmp_path, num_steps=15)
-    assert accuracy[0] < 0.4 and accuracy[15] > 0.45
+    accuracy = taught("tiny_dpo", tmp_path, num_steps=10)
+    assert accuracy[10] > accuracy[0] + 0.1, accuracy
 
 
 def test_rloo_learns_from_its_own_answers(tmp_path: pathlib.Path):
-    accuracy = taught("tiny_rloo", tmp_path, num_steps=10)
-    assert accuracy[0] < 0.4 and accuracy[10] > 0.45
+    accuracy = taught("tiny_rloo", tmp_path, num_steps=8)
+    assert accuracy[8] > accuracy[0] + 0.1, accuracy
