@@ -21,7 +21,7 @@ def get_config():
     config.num_steps = 80
     config.train_batch_size = 64
     config.training.mini_batch_size = 32
-    config.training.micro_batch_tokens = 4096
+    config.training.micro_batch_tokens = 512
     config.rollout.samples_per_prompt = 8
     config.rollout.max_new_tokens = 8
     config.rollout.num_slots = 256
