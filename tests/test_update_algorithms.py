@@ -20,7 +20,7 @@ CASES = {
     "ppo, critic": ("ppo", "critic", "values", {"loss_aggregation": "seq-mean-token-mean"}),
     "ppo, shared trunk": ("ppo", "policy", "both", {"shared_trunk": True, "value_coef": 0.5}),
     # Bounds that some of the sequences are beyond, and a correction by sequence.
-    "gspo": ("gspo", "policy", "tokens", {"clip_low": 0.1, "clip_high": 0.1, "rollout_is": "sequence"}),
+    "gspo": ("gspo", "policy", "tokens", {"clip_low": 0.02, "clip_high": 0.02, "rollout_is": "sequence"}),
     "gmpo": ("gmpo", "policy", "tokens", {"clip_low": 0.2, "clip_high": 0.2}),
 }
 SPLITS = {

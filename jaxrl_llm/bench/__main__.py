@@ -86,7 +86,7 @@ def show_growth(arguments: argparse.Namespace) -> dict[str, list[growth.Row]]:
 
 def show_memory(arguments: argparse.Namespace) -> dict[str, list[dict[str, float]]]:
     """Prints the table, a row when it is compiled; returns it."""
-    config = growth.load("random").config if arguments.quick else load_config(arguments.model)
+    config = growth.load("random").decoder.config if arguments.quick else load_config(arguments.model)
     lengths = memory.QUICK_LENGTHS if arguments.quick else memory.LENGTHS
     rows = []
     for row in memory.measure(config, lengths):

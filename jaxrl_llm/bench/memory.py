@@ -53,7 +53,9 @@ def temporary_bytes(config: ModelConfig, algorithm: str, role: str, row_tokens: 
 
     with jax.set_mesh(mesh):
         compiled = jax.jit(step, donate_argnums=0).lower(state, fields, *counts).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    analysis = compiled.memory_analysis()
+    assert analysis is not None, "the CPU and GPU compilers have one"
+    return analysis.temp_size_in_bytes
 
 
 def measure(config: ModelConfig, lengths: tuple[int, ...]) -> Iterator[dict[str, float]]:
