@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.algorithms import find_algorithm
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.loading import load_config
 from jaxrl_llm.options import set_by_path
@@ -75,8 +76,15 @@ class RLTrainer:
         plain = config.to_dict()
         for name, value in (options or {}).items():
             set_by_path(plain, name, value)
+        resolved = configs.resolve(plain)
+        if not find_algorithm(resolved.algorithm.name).generates:
+            raise UserError(
+                f"algo={algo!r} learns from completions that its data holds, and RLTrainer brings prompts alone: "
+                "choose one that generates, such as 'grpo' or 'ppo', or run this one with `python -m jaxrl_llm.main` "
+                f"and data.train (configs/tiny_{algo}.py shows how)."
+            )
         self.trainer = Trainer(
-            configs.resolve(plain),
+            resolved,
             workdir,
             rewards=functions or None,
             tokenizer=None if tokenizer is None or isinstance(tokenizer, str) else tokenizer,

@@ -104,7 +104,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(checkpoints):
 
 
 # Orbax leaves the other reads of a failed restore to themselves; they may end when its event loop is closed.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings("ignore:Exception ignored in. None:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", [pathlib.Path.unlink, lambda file: file.write_bytes(b"")])
 def test_a_damaged_checkpoint_is_refused_with_the_way_on(checkpoints, damage):
     """Caught: tensorstore's own error, pages of its specification, for a file of numbers that is cut or gone."""

@@ -25,7 +25,8 @@ CONFIG = ModelConfig(
 
 @pytest.mark.parametrize(("algorithm", "role"), [("grpo", "policy"), ("ppo", "critic"), ("dpo", "policy")])
 def test_an_update_keeps_no_logits(algorithm, role):
-    """Of 4,096 tokens with chunks of 1,024: an array of all logits would be 256 MiB, one of the row's square 64."""
+    """Of 4,096 tokens with chunks of 1,024: an array of all logits would be 256 MiB, one of the row's square 64.
+    Caught: chunks as long as the row (policies)."""
     short, long = (memory.temporary_bytes(CONFIG, algorithm, role, length) for length in (2048, 4096))
     assert long < 4 * 4096 * CONFIG.vocab_size  # some chunks of 64 MiB each, and the row's states
     assert long - short < 32 * 2**20  # a square alone would add 48 MiB

@@ -20,24 +20,9 @@ import numpy as np
 from jaxrl_llm.algorithms import pairs, preference
 from jaxrl_llm.algorithms.interface import POLICY, REFERENCE, Algorithm, Context, Objective, Role, Sequences
 from jaxrl_llm.config import RunConfig, option
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Example, Rollouts, Rows, TokenOutputs
 
-REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
-
-
-@dataclasses.dataclass(frozen=True)
-class DPOOptions:
-    """Options of `algorithm` when its name is `dpo`."""
-
-    beta: float = option(0.1, "strength of the pull to the reference (ipo: its tau)", above=0.0)
-    loss_type: str = option("sigmoid", "which loss of the pair", choices=preference.DPO_LOSSES)
-    label_smoothing: float = option(
-        0.0, "the share of pairs that is supposed to be the wrong way round (sigmoid, robust)", low=0.0, below=0.5
-    )
-    precompute_ref_log_probs: bool = option(
-        False, "read the reference's log-probs from the columns ref_chosen_logps and ref_rejected_logps (sums)"
-    )
+COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +33,15 @@ class OnlineDPOOptions:
     loss_type: str = option("sigmoid", "which loss of the pair", choices=preference.DPO_LOSSES)
     label_smoothing: float = option(
         0.0, "the share of pairs that is supposed to be the wrong way round (sigmoid, robust)", low=0.0, below=0.5
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DPOOptions(OnlineDPOOptions):
+    """Options of `algorithm` when its name is `dpo`."""
+
+    precompute_ref_log_probs: bool = option(
+        False, "read the reference's log-probs from the columns ref_chosen_logps and ref_rejected_logps (sums)"
     )
 
 
@@ -62,34 +56,30 @@ def collect(context: Context, examples: Sequence[Example]) -> Rollouts:
 def prepare(context: Context, rollouts: Rollouts) -> Sequences:
     """Pairs with the reference's log-probs of both completions."""
     sequences = pairs.sequences_of_pairs(rollouts, np.arange(len(rollouts)).reshape(-1, 2))
-    if context.options.precompute_ref_log_probs:
-        sums = [_given(example, column, context) for example in rollouts.examples for column in REFERENCE_COLUMNS]
-        reference = np.asarray(sums, np.float32)
-        if context.options.loss_type == "ipo":
-            reference = reference / np.array([mask.sum() for mask in sequences.loss_mask], np.float32)
-        sequences.extras["reference"] = reference
-        sequences.extras["other_reference"] = reference[sequences.partner]
-        return sequences
-    return _with_reference(context, sequences)
+    if not context.options.precompute_ref_log_probs:
+        return _with_reference(sequences, _reference_of(context, sequences))
+    meaning = (
+        "with algorithm.precompute_ref_log_probs=True it must be the sum of the reference's log-probs over that "
+        "completion's tokens, the end of sequence included. Set the option to False to compute it."
+    )
+    columns = [pairs.number_of(context, example, name, meaning) for example in rollouts.examples for name in COLUMNS]
+    reference = np.asarray(columns, np.float32)
+    if context.options.loss_type == "ipo":
+        reference = reference / np.array([mask.sum() for mask in sequences.loss_mask], np.float32)
+    return _with_reference(sequences, reference)
 
 
-def _with_reference(context: Context, sequences: Sequences) -> Sequences:
+def _reference_of(context: Context, sequences: Sequences) -> np.ndarray:
+    """The reference's log-prob of each sequence: the sum over its tokens, for IPO the mean."""
     values = context.logprobs("reference", sequences)
-    reference = pairs.per_sequence(values, sequences.loss_mask, mean=context.options.loss_type == "ipo")
+    return pairs.per_sequence(values, sequences.loss_mask, mean=context.options.loss_type == "ipo")
+
+
+def _with_reference(sequences: Sequences, reference: np.ndarray) -> Sequences:
+    assert sequences.partner is not None
     sequences.extras["reference"] = reference
     sequences.extras["other_reference"] = reference[sequences.partner]
     return sequences
-
-
-def _given(example: Example, column: str, context: Context) -> float:
-    value = example.metadata.get(column)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
-        raise UserError(
-            f"data.train={context.config.data.train!r}, row {example.row}: {column} is {value!r}; with "
-            "algorithm.precompute_ref_log_probs=True it must be the sum of the reference's log-probs over that "
-            "completion's tokens, the end of sequence included. Set the option to False to compute it."
-        )
-    return float(value)
 
 
 def collect_online(context: Context, examples: Sequence[Example]) -> Rollouts:
@@ -111,10 +101,10 @@ def prepare_online(context: Context, rollouts: Rollouts) -> Sequences:
     chosen = best_and_worst(rollouts)
     sequences = pairs.sequences_of_pairs(rollouts, chosen)
     sequences.metrics["dpo/pairs_fraction"] = len(chosen) / max(len(rollouts.examples), 1)
-    return _with_reference(context, sequences)
+    return _with_reference(sequences, _reference_of(context, sequences))
 
 
-def losses(options: DPOOptions | OnlineDPOOptions, outputs: TokenOutputs, rows: Rows) -> Objective:
+def losses(options: OnlineDPOOptions, outputs: TokenOutputs, rows: Rows) -> Objective:
     """See the module's formula."""
     chosen, rejected = pairs.both(outputs.logprobs, rows, mean=options.loss_type == "ipo")
     own, other = (rows.extras[name].reshape(-1) for name in ("reference", "other_reference"))
@@ -148,7 +138,7 @@ def losses(options: DPOOptions | OnlineDPOOptions, outputs: TokenOutputs, rows: 
     )
 
 
-def validate(options: DPOOptions | OnlineDPOOptions, config: RunConfig) -> list[tuple[str, str]]:
+def validate(options: OnlineDPOOptions, config: RunConfig) -> list[tuple[str, str]]:
     if options.label_smoothing and options.loss_type not in preference.SMOOTHED:
         return [
             (
@@ -158,6 +148,20 @@ def validate(options: DPOOptions | OnlineDPOOptions, config: RunConfig) -> list[
             )
         ]
     return []
+
+
+def validate_offline(options: DPOOptions, config: RunConfig) -> list[tuple[str, str]]:
+    found = validate(options, config)
+    if options.precompute_ref_log_probs and config.data.overlong_prompts.startswith("truncate"):
+        found.append(
+            (
+                "error",
+                f"algorithm.precompute_ref_log_probs=True with data.overlong_prompts={config.data.overlong_prompts!r}: "
+                "the given sums are of whole prompts and completions and would be compared with cut ones. Set "
+                "overlong_prompts to 'filter' or 'error', or compute the log-probs.",
+            )
+        )
+    return found
 
 
 def validate_online(options: OnlineDPOOptions, config: RunConfig) -> list[tuple[str, str]]:
@@ -186,7 +190,7 @@ DPO = Algorithm(
     roles=roles,
     collect=collect,
     prepare=prepare,
-    validate=validate,
+    validate=validate_offline,
     generates=False,
     data="preference",
     **_SHARED,

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxrl_llm.algorithms.interface import Sequences
+from jaxrl_llm.algorithms.interface import Context, Sequences
 from jaxrl_llm.algorithms.segments import segment_mean, segment_sum, sum_at
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Example, Rollouts, Rows
 
 AGGREGATION = "seq-mean-token-mean"
@@ -56,6 +57,20 @@ def sequences_of_pairs(rollouts: Rollouts, pairs: np.ndarray) -> Sequences:
         partner=np.arange(2 * count, dtype=np.int32) ^ 1,
         extras={"chosen": np.tile(np.array([1.0, -1.0], np.float32), count)},
     )
+
+
+def number_of(context: Context, example: Example, column: str, meaning: str) -> float:
+    """The finite number in a column of a training row.
+
+    Raises:
+      UserError: it is missing or something else; `meaning` ends the message.
+    """
+    value = example.metadata.get(column)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
+        raise UserError(
+            f"data.train={context.config.data.train!r}, row {example.row}: {column} is {value!r}; {meaning}"
+        )
+    return float(value)
 
 
 def per_sequence(values: Sequence[np.ndarray], masks: Sequence[np.ndarray], *, mean: bool = False) -> np.ndarray:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.algorithms.segments import first_tokens, segment_mean
+from jaxrl_llm.algorithms.segments import segment_mean
 
 Values = TypeVar("Values", np.ndarray, Array)
 
@@ -185,24 +185,6 @@ def value_loss(
     clipped = jnp.clip(values, old_values - cliprange_value, old_values + cliprange_value)
     plain, bounded = jnp.square(values - returns), jnp.square(clipped - returns)
     return 0.5 * jnp.maximum(plain, bounded), bounded > plain
-
-
-def sequence_clip_fractions(
-    ratio: Float[Array, "R T"],
-    advantages: Float[Array, "R T"],
-    mask: Bool[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    clip_low: float,
-    clip_high: float,
-) -> tuple[Bool[Array, "R T"], Bool[Array, "R T"], Bool[Array, "R T"]]:
-    """`clip_fractions` of whole sequences, for `gspo`: True at one token, the first, of each clipped sequence.
-
-    Returns:
-      Clipped above, clipped below, and the first token of every sequence: their sums are (count, count, sequences).
-    """
-    first = first_tokens(mask, segment_ids)
-    high, low = clip_fractions(ratio, segment_mean(advantages, mask, segment_ids), clip_low, clip_high)
-    return high & first, low & first, first
 
 
 def clip_fractions(

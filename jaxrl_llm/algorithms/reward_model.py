@@ -20,7 +20,6 @@ from jaxrl_llm.algorithms import pairs, preference
 from jaxrl_llm.algorithms.dpo import collect
 from jaxrl_llm.algorithms.interface import Algorithm, Context, Objective, Role, Sequences
 from jaxrl_llm.config import option
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Example, Rollouts, Rows, ValueOutputs
 
 REWARD_MODEL = Role("reward_model", head="values", trained=True, settings="policy")
@@ -37,7 +36,8 @@ class RewardModelOptions:
 def prepare(context: Context, rollouts: Rollouts) -> Sequences:
     sequences = pairs.sequences_of_pairs(rollouts, np.arange(len(rollouts)).reshape(-1, 2))
     column = context.options.margin_column
-    margins = [_margin(example, column, context) if column else 0.0 for example in rollouts.examples]
+    meaning = "algorithm.margin_column names a column of numbers."
+    margins = [pairs.number_of(context, one, column, meaning) if column else 0.0 for one in rollouts.examples]
     sequences.extras["margin"] = np.repeat(np.asarray(margins, np.float32), 2)
     sequences.extras["last"] = [_last(mask) for mask in sequences.loss_mask]
     return sequences
@@ -46,16 +46,6 @@ def prepare(context: Context, rollouts: Rollouts) -> Sequences:
 def _last(mask: np.ndarray) -> np.ndarray:
     """1 at the last token, where the score is read."""
     return (np.arange(len(mask)) == len(mask) - 1).astype(np.float32)
-
-
-def _margin(example: Example, column: str, context: Context) -> float:
-    value = example.metadata.get(column)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
-        raise UserError(
-            f"data.train={context.config.data.train!r}, row {example.row}: {column} is {value!r}; "
-            "algorithm.margin_column names a column of numbers."
-        )
-    return float(value)
 
 
 def losses(options: RewardModelOptions, outputs: ValueOutputs, rows: Rows) -> Objective:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.algorithms.policy_loss import LOG_RATIO_LIMIT, clipped_surrogate
+from jaxrl_llm.algorithms.policy_loss import LOG_RATIO_LIMIT
 from jaxrl_llm.algorithms.segments import first_tokens, segment_max, segment_mean, segment_sum
 
 ROLLOUT_IS = ("token", "sequence", "geometric")
@@ -130,44 +130,6 @@ def rollout_token_veto_mask(
     return mask & (lowest >= math.log(rollout_token_veto_threshold))
 
 
-def decoupled_surrogate(
-    actor_logprobs: Float[Array, "R T"],
-    old_logprobs: Float[Array, "R T"],
-    sampler_logprobs: Float[Array, "R T"],
-    advantages: Float[Array, "R T"],
-    mask: Bool[Array, "R T"],
-    segment_ids: Int[Array, "R T"],
-    *,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float,
-    rollout_is: str = "token",
-    rollout_is_threshold: float = 2.0,
-) -> tuple[Float[Array, "R T"], Float[Array, "R T"]]:
-    """Decoupled PPO: clips around one policy and corrects for the sampling of another.
-
-    ``loss = sg(w) max(-A r, -A clip(r, 1 - clip_low, 1 + clip_high))`` with ``r = exp(actor - old)`` against the
-    proximal policy `old_logprobs`, and w the weight of `rollout_is_weights` from the behaviour policy
-    `sampler_logprobs` to the proximal one. PPO-EWMA, arXiv:2110.00641; AReaL, arXiv:2505.24298. Both leave w by token
-    and unbounded, which is ``rollout_is_threshold=inf``.
-
-    Returns:
-      The token losses and the ratio r, as `policy_loss.clipped_surrogate`.
-    """
-    loss, ratio = clipped_surrogate(
-        actor_logprobs, old_logprobs, advantages, clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip
-    )
-    weights = rollout_is_weights(
-        old_logprobs,
-        sampler_logprobs,
-        mask,
-        segment_ids,
-        rollout_is=rollout_is,
-        rollout_is_threshold=rollout_is_threshold,
-    )
-    return weights * loss, ratio
-
-
 def offpolicy_metrics(
     old_logprobs: Float[Array, "R T"],
     sampler_logprobs: Float[Array, "R T"],
@@ -210,7 +172,7 @@ def weight_metrics(
 ) -> tuple[Counted, Maxima]:
     """Of `rollout_is_weights`, over tokens: mean, mean square, the fraction that was truncated, and the largest.
 
-    The effective sample size is not a mean; `effective_sample_size` makes it of the first two.
+    The effective sample size per token is the square of the first over the second.
     """
     counted = {
         "rollout_is_mean": weights,
@@ -221,11 +183,6 @@ def weight_metrics(
         {f"rollout_corr/{name}": _pair(values, mask) for name, values in counted.items()},
         {"rollout_corr/rollout_is_max": jnp.max(jnp.where(mask, weights, 0.0))},
     )
-
-
-def effective_sample_size(mean: float, squared_mean: float) -> float:
-    """``(sum w)^2 / (n sum w^2)``: 1 where all weights are equal, 1/n where one has everything; 0 without tokens."""
-    return mean * mean / squared_mean if squared_mean > 0 else 0.0
 
 
 def rejection_metrics(kept: Bool[Array, "R T"], mask: Bool[Array, "R T"], segment_ids: Int[Array, "R T"]) -> Counted:

@@ -18,9 +18,9 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
-import logging
 import pathlib
 import platform
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -91,7 +91,7 @@ def show_memory(arguments: argparse.Namespace) -> dict[str, list[dict[str, float
     rows = []
     for row in memory.measure(config, lengths):
         rows.append(row)
-        logging.getLogger("jaxrl_llm").info("%d tokens", int(row["row tokens"]))
+        print(f"{row['row tokens']:.0f} tokens: compiled", file=sys.stderr, flush=True)
     Console().print(growth.table_of("Temporary memory of an update, GiB, by tokens of its one row", rows))
     return {"memory": rows}
 

@@ -167,10 +167,7 @@ class Attention(Adapted):
             q, k = self.q_norm(q), self.k_norm(k)
         attended = attend(rotate(q, rope), rotate(k, rope), v)
         scale = _scale_of(self, "o")
-        # Heads side by side: a product over two dimensions would copy its weights first on a CPU.
-        heads, weights = attended.reshape(len(x), -1), self.o[...]
-        weights = weights.reshape(-1, weights.shape[-1])
-        output = product("ni,id->nd", heads, weights, None if scale is None else scale[None])
+        output = product("nih,ihd->nd", attended, self.o[...], None if scale is None else scale[None])
         return self.adapted("o", output, attended)
 
     def project(self, x: Float[Array, "N D"]) -> tuple[Array, Array, Array]:

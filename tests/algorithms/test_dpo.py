@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms.dpo import DPO, ONLINE_DPO
 from jaxrl_llm.algorithms.preference import DPO_LOSSES
 from jaxrl_llm.errors import UserError
@@ -158,3 +159,14 @@ def test_options_that_cannot_work_are_refused():
     rewards = {"exact": {"function": "exact_match"}}
     with pytest.raises(UserError, match="samples_per_prompt=1: online_dpo compares two"):
         make_config("online_dpo", {"rewards": rewards, "rollout": {"samples_per_prompt": 1}})
+
+
+def test_given_sums_of_whole_completions_are_not_compared_with_cut_ones():
+    """Caught: the combination let through, which is silent."""
+    config = configs.default_config("dpo").to_dict()
+    config["model"]["path"] = "builtin:tiny_addition"
+    config["algorithm"]["precompute_ref_log_probs"] = True
+    configs.resolve(config)
+    config["data"]["overlong_prompts"] = "truncate_left"
+    with pytest.raises(UserError, match=r"precompute_ref_log_probs=True with data\.overlong_prompts='truncate_left'"):
+        configs.resolve(config)

@@ -1,11 +1,16 @@
 """Rollout correction against loops over the sequences."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_llm.algorithms import on_policy
 from jaxrl_llm.algorithms import rollout_correction as correction
+from jaxrl_llm.types import Rows, TokenOutputs
 from tests.cases import case
 from tests.packed_rows import PackedRows
 
@@ -137,34 +142,41 @@ def test_the_veto_drops_whole_sequences():
 
 
 def test_l35_decoupled_ppo():
-    """Caught: the ratio against the behaviour policy; the weight left out; its inverse; returned as the ratio."""
+    """The loss of every on-policy algorithm, with `rollout_is`: the clip is around the proximal policy (`old`), the
+    weight corrects for the behaviour policy (`sampler`). Caught: the weight left out; its inverse."""
     spec = case("L35")
     given, expected = spec["input"], spec["expected"]
-    one = jnp.ones((1, 1), jnp.int32)
 
-    def loss(actor, advantage=given["advantage"], **options):
-        return correction.decoupled_surrogate(
-            actor,
-            jnp.full((1, 1), given["logp_proximal"]),
-            jnp.full((1, 1), given["logp_behaviour"]),
-            jnp.full((1, 1), advantage),
-            one > 0,
-            one,
+    def objective(actor, advantage=given["advantage"], threshold=math.inf):
+        one = jnp.ones((1, 1))
+        rows = dataclasses.replace(
+            Rows.zeros((1, 1), module=jnp),
+            segment_ids=one.astype(jnp.int32),
+            loss_mask=one > 0,
+            weights=one,
+            advantages=advantage * one,
+            old_logprobs=given["logp_proximal"] * one,
+            sampler_logprobs=given["logp_behaviour"] * one,
+        )
+        options = on_policy.ClippedOptions(
             clip_low=given["eps"],
             clip_high=given["eps"],
             dual_clip=0.0,
-            **options,
+            rollout_is="token",
+            rollout_is_threshold=threshold,
         )
+        outputs = TokenOutputs(actor, jnp.zeros((1, 1)))
+        return on_policy.losses(options, outputs, rows, surrogate=on_policy.clipped)
 
     actor = jnp.full((1, 1), given["logp_theta"])
-    losses, ratio = loss(actor)
-    np.testing.assert_allclose(losses, expected["loss"], atol=1e-6)
-    np.testing.assert_allclose(ratio, expected["ratio"], atol=1e-6)
-    assert jax.grad(lambda x: loss(x)[0].sum())(actor)[0, 0] == expected["grad"]
+    found = objective(actor)
+    np.testing.assert_allclose(found.total, expected["loss"], atol=1e-6)
+    np.testing.assert_allclose(found.counted["policy/ratio_mean"][0], expected["ratio"], atol=1e-6)
+    assert jax.grad(lambda x: objective(x).total)(actor)[0, 0] == expected["grad"]
     # Where nothing is clipped the gradient is -A w r, and the weight is truncated like everywhere.
-    slope = jax.grad(lambda x: loss(x, -1.0)[0].sum())(actor)
+    slope = jax.grad(lambda x: objective(x, -1.0).total)(actor)
     np.testing.assert_allclose(slope, expected["behaviour_weight"] * expected["ratio"], rtol=1e-5)
-    np.testing.assert_allclose(loss(actor, rollout_is_threshold=0.5)[0], -0.5 * 1.2, rtol=1e-6)
+    np.testing.assert_allclose(objective(actor, threshold=0.5).total, -0.5 * 1.2, rtol=1e-6)
 
 
 def test_metrics():
@@ -209,9 +221,7 @@ def test_metrics_of_weights_and_rejection():
     assert means["mean"] == pytest.approx(values.mean())
     assert means["ratio_fraction_high"] == pytest.approx(1 / 12)
     assert maxima["rollout_corr/rollout_is_max"] == 2.0
-    size = correction.effective_sample_size(float(means["mean"]), float(means["squared_mean"]))
-    assert size == pytest.approx(values.sum() ** 2 / (12 * (values**2).sum()), rel=1e-6)
-    assert correction.effective_sample_size(0.0, 0.0) == 0.0
+    assert means["squared_mean"] == pytest.approx((values**2).mean(), rel=1e-6)
 
     lost = [np.zeros(4, bool), np.zeros(1, bool), np.array([True, True, False, True, True]), np.ones(2, bool), MASKS[4]]
     kept = mask & ~rows.put(lost, bool)

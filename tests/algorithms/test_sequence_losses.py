@@ -221,17 +221,3 @@ def test_value_loss():
     np.testing.assert_allclose(gradient[0], [-0.75, 0.0, 2.0, -3.0, 0.0], rtol=1e-6)
     free, _ = policy_loss.value_loss(values, old, returns, cliprange_value=float("inf"))
     np.testing.assert_allclose(free, 0.5 * np.square(values - returns), rtol=1e-6)
-
-
-def test_sequence_clip_fractions_count_sequences():
-    """Caught: one count for each token; A > 0 counted as clipped below; the advantage of a masked token."""
-    rows = PackedRows(LENGTHS, LAYOUTS[1], columns=14)
-    ratio = rows.put([np.full(length, value) for length, value in zip(LENGTHS, (2.0, 2.0, 0.5, 2.0, 0.5), strict=True)])
-    signs = (1.0, -1.0, -1.0, 1.0, 1.0)
-    advantages = rows.put([np.where(mask, sign, -9 * sign) for mask, sign in zip(MASKS, signs, strict=True)])
-    high, low, first = policy_loss.sequence_clip_fractions(
-        ratio, advantages, rows.put(MASKS, bool), rows.ids, clip_low=0.2, clip_high=0.2
-    )
-    assert (int(high.sum()), int(low.sum()), int(first.sum())) == (1, 1, 4)
-    assert rows.take(high)[0].tolist() == [False, True, False, False]
-    assert rows.take(low)[2].tolist() == [False, True, False, False, False]

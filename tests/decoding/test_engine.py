@@ -117,7 +117,9 @@ def test_no_compile_after_warmup(model, rollout, mixed_requests):
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         count = engine.warmup(params)
-        assert compiles and count <= 16
+        sizes = engine._buckets
+        assert compiles and count == len(sizes.rows) * len(sizes.columns) + 2 * len(sizes.prefill_tokens) + 1
+        assert count <= 16
         compiles.clear()
         for requests in (mixed_requests, mixed_requests[:1], mixed_requests * 3):
             engine.generate(params, requests)
