@@ -79,5 +79,5 @@ def test_an_option_below_a_value_is_refused():
 @pytest.mark.parametrize("algo", ["sft", "dpo", "kto", "reward_model"])
 def test_an_algorithm_that_reads_completions_is_refused(algo):
     """Prompts alone give it nothing to learn from. Caught: an assertion in the first step, and before it nothing."""
-    with pytest.raises(UserError, match=rf"algo='{algo}' learns from completions .* configs/tiny_{algo}\.py"):
-        jaxrl_llm.RLTrainer(model="builtin:tiny_addition", algo=algo)
+    with pytest.raises(UserError, match=rf"algo='{algo}' learns from completions .*configs/tiny_{algo}\.py"):
+        jaxrl_llm.RLTrainer(model="builtin:tiny_addition", algo=algo, rollout_len=8)
