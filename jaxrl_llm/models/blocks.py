@@ -167,7 +167,13 @@ class Attention(Adapted):
             q, k = self.q_norm(q), self.k_norm(k)
         attended = attend(rotate(q, rope), rotate(k, rope), v)
         scale = _scale_of(self, "o")
-        output = product("nih,ihd->nd", attended, self.o[...], None if scale is None else scale[None])
+        scale = None if scale is None else scale[None]
+        if self.fused and compiles_for_cpu():
+            # XLA:CPU would transpose the weight at every step to make one of the two summed axes. One from the start.
+            flat = jax.lax.optimization_barrier(attended.reshape(len(x), -1))
+            output = product("nf,fd->nd", flat, self.o[...].reshape(-1, x.shape[-1]), scale)
+        else:
+            output = product("nih,ihd->nd", attended, self.o[...], scale)
         return self.adapted("o", output, attended)
 
     def project(self, x: Float[Array, "N D"]) -> tuple[Array, Array, Array]:

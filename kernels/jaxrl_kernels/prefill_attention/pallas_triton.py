@@ -68,13 +68,14 @@ def prefill_attention(
     query_positions, query_ids = (_cut(x, query_block) for x in (positions, sequence_ids))
     last = query_ids.shape[0] - 1  # late blocks of queries see the most keys, so they go first
 
-    def lists(key_positions, key_ids):  # the arguments and specs of the blocks of keys that each block of queries sees
+    def lists(key_positions, key_ids, num_cached):
+        """The arguments and specs of the blocks of keys that each block of queries sees."""
         keys = _cut(key_positions, key_block), _cut(key_ids, key_block)
-        order, count = visible_blocks(query_positions, query_ids, *keys, window)
+        order, count = visible_blocks(query_positions, query_ids, *keys, window, num_cached)
         spec = pl.BlockSpec((None, order.shape[1]), lambda h, i: (last - i, 0))
         return [order, count], [spec, pl.BlockSpec((1,), lambda h, i: (last - i,))]
 
-    own_lists, list_specs = lists(positions, sequence_ids)
+    own_lists, list_specs = lists(positions, sequence_ids, 0)
     one_head = pl.BlockSpec((num_tokens, None, head_size), lambda h, i: (0, h, 0))
     its_keys = pl.BlockSpec((num_tokens, None, head_size), lambda h, i: (0, h // group, 0))
     row = pl.BlockSpec((num_tokens,), lambda h, i: (0,))
@@ -82,7 +83,7 @@ def prefill_attention(
     specs = [one_head, its_keys, its_keys, row, row, *list_specs]
     if pools and context is not None:
         cached = _cached_tokens(context.astype(jnp.int32), pools[0].shape[1], key_block)
-        cached_lists, list_specs = lists(*cached[1:])
+        cached_lists, list_specs = lists(*cached[1:], cached[0].size)
         arguments += [*(pool.reshape(-1, *pool.shape[2:]) for pool in pools), *cached, *cached_lists]
         whole = pl.BlockSpec(memory_space=pl.ANY)
         specs += [whole, whole, *[pl.BlockSpec(cached[0].shape, lambda h, i: (0,))] * 3, *list_specs]
