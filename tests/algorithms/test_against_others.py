@@ -118,6 +118,7 @@ def compare(name, options, rows, expected, folder):
 
 @pytest.mark.parametrize("loss_type", reference.DPO)
 def test_dpo_is_trls_on_a_tiny_model(loss_type, tmp_path):
+    """Caught: the pair turned round; beta or the division by ``1 - 2 e`` left out; sums for IPO; the prompt trained."""
     rows = examples(response_ids=reference.CHOSEN, rejected_ids=reference.REJECTED)
     expected = STORED["dpo"][loss_type]
     if loss_type == "ipo":
@@ -127,6 +128,7 @@ def test_dpo_is_trls_on_a_tiny_model(loss_type, tmp_path):
 
 
 def test_kto_is_trls_on_a_tiny_model(tmp_path):
+    """Caught: the point of the rows' own completions, or none; the weights exchanged; EOS not trained."""
     rows = examples(response_ids=reference.COMPLETIONS, label=reference.LABELS)
     expected = STORED["kto"]
     metrics = {name: expected["metrics"][name] for name in ("rewards/chosen", "rewards/rejected")}
@@ -199,7 +201,8 @@ def grpo_options(**changes):
 
 @pytest.mark.parametrize("loss_type", AGGREGATIONS)
 def test_grpo_is_trls_on_fixed_arrays(loss_type):
-    """TRL's `delta` bounds the ratio as the dual clip does. Tokens beyond each of the three bounds are there."""
+    """TRL's `delta` bounds the ratio as the dual clip does. Tokens beyond each of the three bounds are there. Caught:
+    no dual clip; the lower bound for both; the KL of the reference from the policy."""
     sequences, actor = sequences_of_responses(reference.ADVANTAGES)
     ratio = np.exp(np.concatenate(actor) - np.concatenate(sequences.old_logprobs))
     sign = np.sign(np.concatenate(sequences.advantages))
@@ -287,6 +290,8 @@ def prepared_from_rewards():
 
 @pytest.mark.parametrize("aggregation", sorted({*AGGREGATIONS.values(), "seq-mean-token-sum"}))
 def test_grpo_is_verls_formula_from_rewards_to_gradient(aggregation):
+    """Caught: the population's deviation; the smaller of the two losses; a denominator that counts other things; a
+    KL weight of twice the size."""
     sequences, options = prepared_from_rewards()
     actor = reference.responses("actor")
     placed = [np.concatenate([[0.0], one]).astype(np.float32) for one in actor]

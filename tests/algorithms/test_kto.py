@@ -70,6 +70,24 @@ def test_the_reference_point_is_the_policys_on_other_prompts(monkeypatch):
     np.testing.assert_allclose(sequences.extras["kl"], point, rtol=1e-5)
 
 
+def test_a_batch_of_one_prompt_keeps_the_reference_point_of_the_one_before(monkeypatch):
+    """No completion of another prompt is there to measure it on. Caught: 0 for it; the rows' own completions."""
+    monkeypatch.setitem(SLOPE, "policy", 0.01)
+    sequences, context = prepared()
+    point = sequences.metrics["kl/reference_point"]
+    assert point > 0.1 and context.memory == {}
+    memory = KTO.after_step(context.options, KTO.init(context.options), sequences.metrics)
+    alone = [
+        Example(f"{n}@0", "", np.array(PROMPTS[0], np.int32), response_ids=np.array(CHOSEN[n], np.int32), label=n > 0)
+        for n in range(3)
+    ]
+    for before, expected in ((memory, point), (KTO.init(context.options), 0.0)):
+        context = FakeContext(context.config, memory=before)
+        sequences = KTO.prepare(context, KTO.collect(context, alone))
+        assert set(sequences.extras["kl"]) == {np.float32(expected)} and context.asked == ["reference"]
+        assert KTO.after_step(context.options, before, sequences.metrics) == before
+
+
 @pytest.mark.parametrize("row_tokens", [9, 40], ids=["several rows", "all in one row"])
 def test_loss_gradient_and_metrics_equal_numpy(row_tokens, monkeypatch):
     """Target: the sum over a whole row; weights or labels exchanged; the point of the row's own ratios; a mean over
