@@ -245,8 +245,8 @@ class ReferenceConfig:
 
     path: str = option(
         "",
-        "Like model.path, or the work folder of an earlier run (its newest checkpoint); empty: the policy's start, "
-        "which with adapters is their base and takes no memory.",
+        "Like model.path, or the work folder of an earlier run (its newest checkpoint, and the same one when this run "
+        "is resumed); empty: the policy's start, which with adapters is their base and takes no memory.",
     )
 
 

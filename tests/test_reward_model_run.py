@@ -1,6 +1,7 @@
 """From pairs to a reward: a model is trained, exported, and scores another run's answers as it was trained to."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -107,6 +108,33 @@ def test_a_model_that_gives_no_score_is_refused_before_training(rows_file):
         start(make_config(rows_file, **{"reward_model.path": "builtin:tiny_addition", "reward_model.max_tokens": 16}))
     with pytest.raises(UserError, match="rewards has one called 'reward_model'"):
         make_config(rows_file, **{"reward_model.path": "x", "rewards": {"reward_model": {}}})
+
+
+def test_a_resumed_run_keeps_the_reference_that_it_began_with(rows_file, tmp_path):
+    """Caught: the newest checkpoint of the other run again, where that has gone on."""
+    other = start(make_config(rows_file, num_steps=2), tmp_path / "other")
+    for done in (1, 2):
+        norm = other.roles["policy"].params["final_norm"]
+        other.roles["policy"].params["final_norm"] = jax.tree.map(lambda leaf: leaf + 0.5, norm)
+        other.step_index = done
+        other.save({})
+        if done == 1:
+            other.checkpoints.wait()
+            config = make_config(
+                rows_file, **{"algorithm.kl_coef": 0.1, "reference.path": str(tmp_path / "other"), "num_steps": 2}
+            )
+            first = start(config, tmp_path / "run")
+            reference = jax.device_get(first.roles["reference"].params)
+            first.step_index = 1
+            first.save({})
+            first.close()
+    other.close()
+    resumed = start(config, tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.roles["reference"].params), reference)
+    resumed.close()
+    shutil.rmtree(tmp_path / "other" / "checkpoints" / "1")
+    with pytest.raises(UserError, match=r"reference\.path.*checkpoint after step 1, which this run has read"):
+        start(config, tmp_path / "run")
 
 
 def test_a_critic_starts_from_a_classifier_and_a_reference_from_an_earlier_run(trained, rows_file, tmp_path):
