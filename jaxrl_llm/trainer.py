@@ -317,7 +317,11 @@ class Trainer:
 
         Args:
           on_text: called with (prompt, sample, new text) as the text grows.
+
+        Raises:
+          UserError: a prompt is empty or too long, or the run's model writes no text.
         """
+        self.algorithm.require_writer(self.options)
         examples = self.examples(prompts)
         return self.rollout.complete(self.roles[self.main].whole, examples, step=self.step_index, on_text=on_text)
 

@@ -38,6 +38,8 @@ def trained(tmp_path_factory):
     trainer = start(config)
     metrics = [trainer.step(next(trainer.data))[0] for _ in range(3)]
     trainer.export(folder / "exported")
+    with pytest.raises(UserError, match="scores texts and writes none"):
+        trainer.generate(["3+4="])
     context = StepContext(trainer, PhaseTimer())
     rollouts = REWARD_MODEL_TRAINING.collect(context, next(trainer.data))  # all of them
     sequences = pairs.sequences_of_pairs(rollouts, np.arange(len(rollouts)).reshape(-1, 2))
@@ -93,7 +95,7 @@ def test_it_is_a_reward_alone_and_beside_functions(trained, rows_file, monkeypat
     trainer.close()
 
     alone = start(make_config(rows_file, **shared, rewards={}))
-    assert alone.config.eval.accuracy_reward == "reward_model"
+    assert alone.config.eval.accuracy_reward == ""
     result = alone.rollout._score(rollouts.examples, ["1"] * len(rollouts.examples))
     np.testing.assert_allclose(result.total, 0.5 * result.components["reward_model"], rtol=1e-6)
     nothing = np.full(len(rollouts.examples), np.nan, np.float32)
