@@ -37,7 +37,8 @@ def token_divergence(
     """Divergence at each token of the distributions that it was drawn from, over the whole vocabulary.
 
     ``P[r, t] = softmax(student_hidden[r, t - 1] @ student_weight.T / temperature)``, and Q likewise the teacher's.
-    Differentiable in ``student_hidden`` and, with ``weight_gradient``, in ``student_weight``. It is not multiplied by the temperature's square.
+    Differentiable in ``student_hidden`` and, with ``weight_gradient``, in ``student_weight``. It is not multiplied by
+    the temperature's square.
 
     Args:
       student_hidden: ``[R, T, D]``; values at masked places are never used, NaN included (the teacher's too).
