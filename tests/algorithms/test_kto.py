@@ -21,7 +21,7 @@ from tests.packed_rows import finite_differences
 
 LABELS = (True, False, False, True)
 OPTIONS = {"beta": 0.8, "desirable_weight": 0.7, "undesirable_weight": 1.3}
-PROMPT_OF, COMPLETIONS = (0, 1, 2, 0), (CHOSEN[0], CHOSEN[1], REJECTED[1], CHOSEN[2])
+PROMPT_OF, COMPLETIONS = (0, 1, 2, 0), (CHOSEN[0], CHOSEN[2], CHOSEN[1], REJECTED[2])
 MISMATCHED = (1, 0, 3, 2)
 """Whose completion each row's prompt is put to: ordered by prompt the rows are 0, 3, 1, 2, and each takes the one two
 places before its own, as two is how often the most frequent prompt is there."""
