@@ -279,7 +279,7 @@ def _columns(placement, n, row_tokens):
 
 
 def test_a_pair_that_is_longer_than_a_row_is_refused():
-    """Target: a pair split over two rows; an endless loop."""
+    """Target: a pair split over two rows."""
     tokens = [np.arange(n, dtype=np.int32) for n in (9, 8)]
     sequences = Sequences(
         tokens, [np.arange(len(ids)) >= 3 for ids in tokens], np.zeros(2, np.int32), partner=np.array([1, 0])

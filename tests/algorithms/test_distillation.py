@@ -64,7 +64,7 @@ def written_down(models, student, teacher):
 
 def test_the_divergence_of_the_update_is_that_of_the_distributions():
     """Every case's value, and the gradient of their weighted sum. Target: the two exchanged; the teacher's states a
-    column early; no temperature; a teacher that learns; the k likeliest of the policy."""
+    column early; no temperature; the k likeliest of the policy."""
     models = (
         tiny_model(0, num_layers=1, windows=(None,)),
         tiny_model(1, num_layers=1, windows=(None,), hidden_size=48, num_heads=6, tie_embeddings=True),

@@ -146,7 +146,7 @@ def test_online_dpo_compares_the_best_with_the_worst():
 
 
 def test_online_dpo_without_a_pair_is_an_empty_batch():
-    """Target: an index into no pairs."""
+    """Target: pairs of equal rewards."""
     context = FakeContext(make_config("online_dpo", {"rewards": {"exact": {"function": "exact_match"}}}))
     sequences = ONLINE_DPO.prepare(context, sampled([1.0] * 9))
     assert not sequences.tokens and sequences.metrics["dpo/pairs_fraction"] == 0
