@@ -59,7 +59,7 @@ def reference_point(policy, reference):
 
 def test_the_reference_point_is_the_policys_on_other_prompts(monkeypatch):
     """The policy of these numbers is below its reference, so that the point is 0; the other way round it is above.
-    Target: ratios of the rows' own completions; policy and reference exchanged; no bound at 0; a mean over tokens."""
+    Caught: ratios of the rows' own completions; policy and reference exchanged; no bound at 0; a mean over tokens."""
     sequences, context = prepared()
     assert context.asked == ["reference", "policy", "reference"]
     assert reference_point(SLOPE["policy"], SLOPE["reference"]) < -0.1 and set(sequences.extras["kl"]) == {0.0}
@@ -90,7 +90,7 @@ def test_a_batch_of_one_prompt_keeps_the_reference_point_of_the_one_before(monke
 
 @pytest.mark.parametrize("row_tokens", [9, 40], ids=["several rows", "all in one row"])
 def test_loss_gradient_and_metrics_equal_numpy(row_tokens, monkeypatch):
-    """Target: the sum over a whole row; weights or labels exchanged; the point of the row's own ratios; a mean over
+    """Caught: the sum over a whole row; weights or labels exchanged; the point of the row's own ratios; a mean over
     tokens in place of sequences; rewards of the undesirable ones among the others."""
     monkeypatch.setitem(SLOPE, "policy", 0.01)
     sequences, context = prepared()
@@ -130,6 +130,6 @@ def test_loss_gradient_and_metrics_equal_numpy(row_tokens, monkeypatch):
     ids=str,
 )
 def test_more_than_one_update_of_a_batch_is_refused(changes, message):
-    """Target: each check taken out."""
+    """Caught: each check taken out."""
     with pytest.raises(UserError, match=message):
         make_config("kto", changes)

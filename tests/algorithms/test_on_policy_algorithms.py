@@ -169,7 +169,7 @@ def test_advantages_are_those_of_the_formula(name, case, algorithm):
 
     Caught: an advantage that stands on the prompt; the biased deviation; RLOO's baseline with the sample itself;
     REINFORCE++ without its discount; whitening that counts unscored samples; GDPO's weights left out; a value read at
-    its own token; a truncated response whose return ends in 0. Against: a finished one whose does not; the wrong KL
+    its own token; a truncated response whose return ends in 0. Caught: a finished one whose does not; the wrong KL
     estimator.
     """
     sequences, _ = prepared(name, **algorithm)
@@ -184,7 +184,7 @@ def test_advantages_are_those_of_the_formula(name, case, algorithm):
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus", "ppo", "gdpo"])
 def test_truncated_responses_leave_the_loss_and_the_whitening(name):
-    """Their rewards still count in the group. Against: whitening over what is not trained; a mean without them."""
+    """Their rewards still count in the group. Caught: whitening over what is not trained; a mean without them."""
     sequences, _ = prepared(name, mask_truncated=True)
     rollouts = make_rollouts()
     assert [n for n in range(12) if not sequences.loss_mask[n].any()] == [3, 5, 9]
@@ -199,7 +199,7 @@ def test_truncated_responses_leave_the_loss_and_the_whitening(name):
 
 
 def test_the_weight_of_the_kl_is_the_controllers():
-    """Against: `algorithm.kl_coef` in place of the weight in memory."""
+    """Caught: `algorithm.kl_coef` in place of the weight in memory."""
     options = {"kl_coef": 0.3, "kl_in": "reward", "whiten_advantages": False, "kl_estimator": "k1"}
     sequences, _ = prepared("ppo", memory={"kl_coef": 0.7}, **options)
     rollouts = make_rollouts()
@@ -209,7 +209,7 @@ def test_the_weight_of_the_kl_is_the_controllers():
 
 
 def test_ppo_tells_what_the_critic_explains():
-    """Returns are advantage plus value. Against: the whitened advantages in the returns; a variance over the prompt."""
+    """Returns are advantage plus value. Caught: the whitened advantages in the returns; a variance over the prompt."""
     sequences, context = prepared("ppo")
     rollouts = make_rollouts()
     raw = ppo_by_hand(rollouts, 0.0, response_kl(rollouts, "k1"), 1.0, 1.0)
@@ -318,7 +318,7 @@ LOSSES = [
 def test_loss_and_gradient_are_those_of_the_formula(name, algorithm, share_prompts):
     """On packed rows, with a KL to the reference (k3) and an entropy bonus.
 
-    Against: a sequence's mean over its row, or over its prompt too; the clip of the other sign; a stop_gradient left
+    Caught: a sequence's mean over its row, or over its prompt too; the clip of the other sign; a stop_gradient left
     out or put too much; the KL of the old policy; the weights of another aggregation; the entropy's sign.
     """
     rows, actor, trained, options, denominator = packed(
@@ -347,7 +347,7 @@ def test_loss_and_gradient_are_those_of_the_formula(name, algorithm, share_promp
 
 
 def test_the_critics_loss_is_that_of_the_formula():
-    """Against: the values after the tokens; a clip that takes the smaller loss; the half left out."""
+    """Caught: the values after the tokens; a clip that takes the smaller loss; the half left out."""
     rows, _, trained, options, _ = packed("ppo")
     generator = np.random.default_rng(3)
     values = np.where(rows.loss_mask, generator.normal(size=(8, 16)), 0.0).astype(np.float32)
@@ -399,7 +399,7 @@ CORRECTIONS = [
 
 @pytest.mark.parametrize(("algorithm", "factor"), CORRECTIONS, ids=[str(options) for options, _ in CORRECTIONS])
 def test_rollout_correction_weights_the_policys_loss_alone(algorithm, factor):
-    """The KL term keeps its weight. Against: sampler and trainer exchanged; a sequence told by its row;
+    """The KL term keeps its weight. Caught: sampler and trainer exchanged; a sequence told by its row;
     the veto by the mean; a corrected KL; the options not passed on."""
     rows, actor, trained, options, _ = packed("grpo", **algorithm)
     objective, gradient = loss_and_gradient("grpo", options, rows, actor)
@@ -431,7 +431,7 @@ def test_rollout_correction_weights_the_policys_loss_alone(algorithm, factor):
 
 
 def test_metrics_of_the_correction_can_be_had_without_it():
-    """Against: metrics by default; none where they are asked for."""
+    """Caught: metrics by default; none where they are asked for."""
     rows, actor, _, options, _ = packed("grpo")
     assert not any("rollout_corr" in name for name in loss_and_gradient("grpo", options, rows, actor)[0].counted)
     rows, actor, _, options, _ = packed("grpo", rollout_metrics=True)
@@ -441,7 +441,7 @@ def test_metrics_of_the_correction_can_be_had_without_it():
 
 
 def test_bounds_that_keep_nothing_are_refused():
-    """Against: a step in which every token is rejected."""
+    """Caught: a step in which every token is rejected."""
     with pytest.raises(UserError, match="rollout_rs_threshold"):
         make_config("grpo", rollout_rs="seq_mean_k1", rollout_rs_threshold=0.5)
     with pytest.raises(UserError, match="rollout_rs_threshold_lower"):
@@ -477,7 +477,7 @@ def odd_rollouts():
 @pytest.mark.parametrize("name", ON_POLICY)
 def test_odd_samples_are_exact_and_finite(name):
     """Prepared, packed and through the loss, with log-probs that are not finite, or overflow a ratio, where nothing is
-    trained. Caught: a ratio of what is not trained; an advantage that is rounding over a deviation of rounding."""
+    trained. Caught: a ratio of what is not trained."""
     context = FakeContext(make_config(name, **({"k": 2} if name == "pass_at_k" else {})))
     rollouts = odd_rollouts()
     if name == "ippo":
