@@ -103,6 +103,18 @@ class Checkpoints:
             )
         return Restored(step, restored["state"], restored["host"])
 
+    def read_host(self) -> dict[str, Any]:
+        """The JSON values of the newest checkpoint; empty where there is none.
+
+        Raises:
+          UserError: see `restore`.
+        """
+        step = self.latest_step()
+        if step is None:
+            return {}
+        with self._explained(step):
+            return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
+
     def restore_params(self, role: str, template: Any, step: int | None = None) -> tuple[int, Any]:
         """Reads only the parameters of one role, into the shapes and shardings of `template`: for using a model
         without going on with its training.

@@ -245,8 +245,8 @@ class ReferenceConfig:
 
     path: str = option(
         "",
-        "Like model.path, or the work folder of an earlier run (its newest checkpoint); empty: the policy's start, "
-        "which with adapters is their base and takes no memory.",
+        "Like model.path, or the work folder of an earlier run (its newest checkpoint, and the same one when this run "
+        "is resumed); empty: the policy's start, which with adapters is their base and takes no memory.",
     )
 
 
@@ -350,7 +350,8 @@ class EvalConfig:
     accuracy_reward: str = option(
         "",
         "The reward, by its name in rewards, that is 1 or more where an answer is correct: accuracy and pass@k "
-        "count it. Empty means the only reward.",
+        "count it. Empty means the only reward; a reward model's score has no such bound, so that alone it gives "
+        "eval/reward/mean and neither of these.",
     )
     before: bool = option(True, "Evaluate before the first step.")
     after: bool = option(True, "Evaluate after the last step.")
@@ -480,8 +481,6 @@ def resolve(
     evaluation = run.eval
     if len(run.rewards) == 1:
         evaluation = dataclasses.replace(evaluation, accuracy_reward=next(iter(run.rewards)))
-    elif not run.rewards and run.reward_model.path:
-        evaluation = dataclasses.replace(evaluation, accuracy_reward=REWARD_MODEL)
     run = dataclasses.replace(run, training=rows, tokenizer=tokenizer, eval=evaluation)
     return run if device_count is None else with_mesh(run, device_count)
 

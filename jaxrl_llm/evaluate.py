@@ -25,9 +25,11 @@ def figures(rollouts: Rollouts, settings: EvalConfig) -> dict[str, float]:
 
     Samples that this reward does not apply to (None, for want of an answer, say) are neither right nor wrong: they are
     left out, and `eval/unscored_fraction` is their share. pass@k is over the prompts with at least k samples that it
-    applies to. A figure over nothing is left out.
+    applies to. A figure over nothing is left out: so are accuracy and pass@k where no reward says what is correct, as
+    with a reward model alone.
     """
-    scores = rollouts.components[settings.accuracy_reward]
+    counted = settings.accuracy_reward
+    scores = rollouts.components[counted] if counted else rollouts.rewards
     scored = ~np.isnan(scores)
     correct = scores >= 1.0  # False for NaN
     metrics = {
@@ -36,12 +38,12 @@ def figures(rollouts: Rollouts, settings: EvalConfig) -> dict[str, float]:
         "eval/response/truncated_fraction": rollouts.metrics["response/truncated_fraction"],
         "eval/rows": float(len(rollouts.examples)),
     }
-    if scored.any():
+    if counted and scored.any():
         metrics["eval/accuracy"] = float(correct[scored].mean())
     rewarded = ~np.isnan(rollouts.rewards)
     if rewarded.any():
         metrics["eval/reward/mean"] = float(rollouts.rewards[rewarded].mean())
-    if settings.samples_per_prompt > 1:
+    if counted and settings.samples_per_prompt > 1:
         counts = np.bincount(rollouts.group[scored], minlength=len(rollouts.examples))
         right = np.bincount(rollouts.group[correct], minlength=len(rollouts.examples))
         for exponent in range(int(math.log2(settings.samples_per_prompt)) + 1):

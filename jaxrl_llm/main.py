@@ -182,6 +182,10 @@ def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
         raise UserError("data.eval is empty: set it to the evaluation rows (.jsonl, .parquet, builtin:NAME/SPLIT …).")
     if options.command == "generate" and not read_prompts(options):
         raise UserError("generate needs a prompt: give --prompt TEXT (may be repeated) or --prompts_file FILE.")
+    if options.command == "generate":
+        from jaxrl_llm.algorithms import find_algorithm
+
+        find_algorithm(config.algorithm.name).require_writer(config.algorithm.options)
     if options.stream and (len(read_prompts(options)) != 1 or config.rollout.samples_per_prompt != 1):
         raise UserError(
             f"--stream shows one completion, but this makes {len(read_prompts(options))} x "

@@ -13,7 +13,7 @@ import logging
 import math
 import pathlib
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -82,6 +82,11 @@ class RoleBuilder:
       dtype: of compute.
       total_updates: of the policy's optimizer over the run, for its schedule.
       read_only: only what writes answers is made, without an optimizer.
+      sources: by role, the step of the checkpoint of another run that it was read from before; a role that is not in
+        it takes the newest one.
+
+    Attributes:
+      sources: the same after `build`, of every role that was read from another run.
     """
 
     def __init__(
@@ -93,7 +98,9 @@ class RoleBuilder:
         total_updates: int,
         *,
         read_only: bool = False,
+        sources: Mapping[str, int] | None = None,
     ):
+        self.sources = dict(sources or {})
         self.config, self.algorithm, self.mesh, self.dtype = config, algorithm, mesh, dtype
         self.options = config.algorithm.options
         self.total_updates, self.read_only = total_updates, read_only
@@ -240,14 +247,19 @@ class RoleBuilder:
             with contextlib.closing(
                 Checkpoints(pathlib.Path(path), self.config.checkpoint, read_only=True)
             ) as checkpoints:
+                pinned = self.sources.get(role.name)
                 try:
-                    step, params = checkpoints.restore_params("policy", template)
+                    step, params = checkpoints.restore_params("policy", template, pinned)
                 except UserError as error:
+                    which = "its newest checkpoint"
+                    if pinned is not None:
+                        which = f"its checkpoint after step {pinned}, which this run has read from the beginning,"
                     raise UserError(
-                        f"{role.section}.path = {path!r}: its newest checkpoint is not a whole policy of the shape of "
+                        f"{role.section}.path = {path!r}: {which} is not a whole policy of the shape of "
                         f"model.path = {self.config.model.path!r}. Of another model, of a run with adapters or of one "
                         f"without a policy, export it and give that folder. {error}"
                     ) from error
+            self.sources[role.name] = step
             logger.info("%s: the checkpoint after step %d of %s", role.name, step, path)
             return self.decoder, params
         where: Any = {"mesh": self.mesh, "layout": TRAINING, "dtype": dtype, "vocab_multiple": self.multiple}

@@ -105,9 +105,22 @@ class Trainer:
         if config.rewards and self.algorithm.generates and not read_only:
             self._scorer().close()  # a reward that can't be found or started is an error now, not after a rollout
         self.dtype = _compute_dtype(config.dtype, self.mesh)
+        self.checkpoints = None
+        if workdir is not None and (not read_only or pathlib.Path(workdir, "checkpoints").is_dir()):
+            self.checkpoints = Checkpoints(pathlib.Path(workdir), config.checkpoint, read_only=read_only)
         updates = _updates_per_step(config) * self.total_steps
-        builder = RoleBuilder(config, self.algorithm, self.mesh, self.dtype, updates, read_only=read_only)
+        before = self.checkpoints.read_host() if self.checkpoints is not None and not read_only else {}
+        builder = RoleBuilder(
+            config,
+            self.algorithm,
+            self.mesh,
+            self.dtype,
+            updates,
+            read_only=read_only,
+            sources=before.get("sources"),
+        )
         self.models, self.roles = builder.build()
+        self.sources = builder.sources
         self.main = self.algorithm.main_role(self.options).name
         self.decoder = self.models[self.main].decoder
         self.memory = self.algorithm.init(self.options)
@@ -118,9 +131,6 @@ class Trainer:
         self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, self._scorer)
         if config.reward_model.path and not read_only:
             _ = self.rollout.reward_model  # one that can't be read is an error now, not after a rollout
-        self.checkpoints = None
-        if workdir is not None and (not read_only or pathlib.Path(workdir, "checkpoints").is_dir()):
-            self.checkpoints = Checkpoints(pathlib.Path(workdir), config.checkpoint, read_only=read_only)
         self.log = RunLog(None if self.workdir is None else self.workdir.path)
         self._preempted = threading.Event()
 
@@ -307,7 +317,11 @@ class Trainer:
 
         Args:
           on_text: called with (prompt, sample, new text) as the text grows.
+
+        Raises:
+          UserError: a prompt is empty or too long, or the run's model writes no text.
         """
+        self.algorithm.require_writer(self.options)
         examples = self.examples(prompts)
         return self.rollout.complete(self.roles[self.main].whole, examples, step=self.step_index, on_text=on_text)
 
@@ -371,6 +385,7 @@ class Trainer:
         host = {
             "data": self.data.state() if self.data else None,
             "memory": self.memory,
+            "sources": self.sources,
             "versions": {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "flax", "optax")},
         }
         self.checkpoints.save(self.step_index, self._saved(), host, metrics)

@@ -119,6 +119,7 @@ class Forward:
             "beta": self.divergence.beta,
             "vocab_size": self.decoder.config.vocab_size,
             "chunk_tokens": self.chunk_tokens,
+            "weight_gradient": self.decoder.lora is None,  # adapters leave their base alone
             "mesh_axes": splitting_axes(rows=rows.tokens.shape[0], vocab=self.decoder.config.padded_vocab_size),
         }
         student = predicting(hidden, rows), self.decoder.output_weight(params)

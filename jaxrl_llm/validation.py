@@ -216,13 +216,27 @@ def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
             except (LookupError, ValueError) as error:
                 yield ("error", f"rewards.{reward}.function = {settings.function!r}: {error.args[0]}.")
     counted = config.eval.accuracy_reward
-    if counted and rewards and counted not in rewards:
+    alone = bool(config.reward_model.path) and not rewards
+    if counted and alone:
+        yield (
+            "error",
+            f"eval.accuracy_reward = {counted!r}, and the only reward is the model of reward_model.path, whose score "
+            "has no bound from which an answer is correct. Leave it empty (eval/reward/mean is told all the same), or "
+            "add a reward that is 1 where an answer is correct.",
+        )
+    elif counted and rewards and counted not in rewards:
         yield ("error", f"eval.accuracy_reward = {counted!r} is not in rewards.{nearest(counted, rewards)}")
     if config.data.eval and len(rewards) > 1 and not counted:
         yield (
             "error",
             f"There are several rewards ({', '.join(rewards)}), and eval.accuracy_reward is empty: set it to the one "
             "that is 1 or more where an answer is correct.",
+        )
+    if alone and config.data.eval and entry.evaluate is None and config.checkpoint.best_metric == "eval/accuracy":
+        yield (
+            "warning",
+            "checkpoint.best_metric = 'eval/accuracy' does not exist where a reward model is the only reward, so no "
+            "best checkpoint is kept. Set it to 'eval/reward/mean', or leave it empty.",
         )
 
 

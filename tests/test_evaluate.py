@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.evaluate import figures, pass_at_k
 from jaxrl_llm.types import Example, Rollouts
 
@@ -75,6 +76,20 @@ def test_figures_over_nothing_are_left_out():
     metrics = metrics_of(samples=1, right=[NAN] * 3)
     assert metrics["eval/unscored_fraction"] == 1.0
     assert not {"eval/accuracy", "eval/reward/mean"} & metrics.keys()
+
+
+def test_a_reward_model_alone_says_what_is_better_and_not_what_is_right():
+    """Caught: a score of 1 or more taken for a correct answer."""
+    config = configs.default_config("grpo").to_dict()
+    config["model"]["path"], config["reward_model"]["path"] = "builtin:tiny_addition", "elsewhere"
+    config["data"]["eval"] = "builtin:addition/eval"
+    settings = dataclasses.replace(configs.resolve(config).eval, samples_per_prompt=2)
+    metrics = figures(scored(2, reward_model=[3.0, -1.0, 2.0, NAN, 0.5, 0.5]), settings)
+    assert not [name for name in metrics if "accuracy" in name or "pass_at" in name]
+    assert metrics["eval/reward/mean"] == 1.0 and metrics["eval/unscored_fraction"] == pytest.approx(1 / 6)
+    config["eval"]["accuracy_reward"] = "reward_model"
+    with pytest.raises(UserError, match=r"eval\.accuracy_reward = 'reward_model', and the only reward is the model"):
+        configs.resolve(config)
 
 
 @pytest.mark.parametrize(

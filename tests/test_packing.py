@@ -235,7 +235,7 @@ def test_a_pair_stands_in_one_row_and_names_its_partner(pairs, row_tokens, share
     """At each trained token the partner's segment, in the same row; a prompt that both have stands there once where
     prompts are shared, and a prompt that differs never does; the number of rows is bounded.
 
-    Target: pairs split where a row is full; the partner's place in the batch; the own segment; prompts shared by their
+    Caught: pairs split where a row is full; the partner's place in the batch; the own segment; prompts shared by their
     group alone."""
     tokens, masks = [], []
     for number, (prompt, chosen, rejected, differ) in enumerate(pairs):
@@ -279,7 +279,7 @@ def _columns(placement, n, row_tokens):
 
 
 def test_a_pair_that_is_longer_than_a_row_is_refused():
-    """Target: a pair split over two rows; an endless loop."""
+    """Caught: a pair split over two rows."""
     tokens = [np.arange(n, dtype=np.int32) for n in (9, 8)]
     sequences = Sequences(
         tokens, [np.arange(len(ids)) >= 3 for ids in tokens], np.zeros(2, np.int32), partner=np.array([1, 0])

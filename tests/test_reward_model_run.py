@@ -1,6 +1,7 @@
 """From pairs to a reward: a model is trained, exported, and scores another run's answers as it was trained to."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -37,6 +38,8 @@ def trained(tmp_path_factory):
     trainer = start(config)
     metrics = [trainer.step(next(trainer.data))[0] for _ in range(3)]
     trainer.export(folder / "exported")
+    with pytest.raises(UserError, match="scores texts and writes none"):
+        trainer.generate(["3+4="])
     context = StepContext(trainer, PhaseTimer())
     rollouts = REWARD_MODEL_TRAINING.collect(context, next(trainer.data))  # all of them
     sequences = pairs.sequences_of_pairs(rollouts, np.arange(len(rollouts)).reshape(-1, 2))
@@ -92,7 +95,7 @@ def test_it_is_a_reward_alone_and_beside_functions(trained, rows_file, monkeypat
     trainer.close()
 
     alone = start(make_config(rows_file, **shared, rewards={}))
-    assert alone.config.eval.accuracy_reward == "reward_model"
+    assert alone.config.eval.accuracy_reward == ""
     result = alone.rollout._score(rollouts.examples, ["1"] * len(rollouts.examples))
     np.testing.assert_allclose(result.total, 0.5 * result.components["reward_model"], rtol=1e-6)
     nothing = np.full(len(rollouts.examples), np.nan, np.float32)
@@ -107,6 +110,33 @@ def test_a_model_that_gives_no_score_is_refused_before_training(rows_file):
         start(make_config(rows_file, **{"reward_model.path": "builtin:tiny_addition", "reward_model.max_tokens": 16}))
     with pytest.raises(UserError, match="rewards has one called 'reward_model'"):
         make_config(rows_file, **{"reward_model.path": "x", "rewards": {"reward_model": {}}})
+
+
+def test_a_resumed_run_keeps_the_reference_that_it_began_with(rows_file, tmp_path):
+    """Caught: the newest checkpoint of the other run again, where that has gone on."""
+    other = start(make_config(rows_file, num_steps=2), tmp_path / "other")
+    for done in (1, 2):
+        norm = other.roles["policy"].params["final_norm"]
+        other.roles["policy"].params["final_norm"] = jax.tree.map(lambda leaf: leaf + 0.5, norm)
+        other.step_index = done
+        other.save({})
+        if done == 1:
+            other.checkpoints.wait()
+            config = make_config(
+                rows_file, **{"algorithm.kl_coef": 0.1, "reference.path": str(tmp_path / "other"), "num_steps": 2}
+            )
+            first = start(config, tmp_path / "run")
+            reference = jax.device_get(first.roles["reference"].params)
+            first.step_index = 1
+            first.save({})
+            first.close()
+    other.close()
+    resumed = start(config, tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(resumed.roles["reference"].params), reference)
+    resumed.close()
+    shutil.rmtree(tmp_path / "other" / "checkpoints" / "1")
+    with pytest.raises(UserError, match=r"reference\.path.*checkpoint after step 1, which this run has read"):
+        start(config, tmp_path / "run")
 
 
 def test_a_critic_starts_from_a_classifier_and_a_reference_from_an_earlier_run(trained, rows_file, tmp_path):

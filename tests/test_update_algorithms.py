@@ -114,7 +114,7 @@ def test_neither_split_nor_packing_nor_mesh_changes_the_update(case, split):
 
 
 def test_the_cases_are_beyond_their_bounds():
-    """Without this the equalities above might be of losses that clip nothing. Against: a clip that is wide."""
+    """Without this the equalities above might be of losses that clip nothing. Caught: a clip that is wide."""
     for case in ("gspo", "gmpo", "ppo, shared trunk"):
         _, metrics = reference_step(case)
         assert metrics["policy/clip_fraction_high"] > 0.02 and metrics["policy/clip_fraction_low"] > 0.02, case

@@ -136,9 +136,9 @@ TURNED = np.array([7, 6, 0, 1, 9, 8, 3, 2, 4, 5])
     ids=["dpo packed", "dpo turned", "dpo mesh", "kto packed", "kto mesh", "reward packed", "reward mesh"],
 )
 def test_how_pairs_are_placed_does_not_change_the_update(name, split):
-    """Target: a partner named by its number in the batch; partners not renumbered with the order; a completion of a
-    shared prompt that sees its pair's other one; weights by micro-batch; KTO's point taken as a sum over tokens; a
-    score read by column from the row's end."""
+    """Caught: a partner named by its number in the batch; partners not renumbered with the order; a completion of a
+    shared prompt that sees its pair's other one; KTO's point taken as a sum over tokens; a score read by column from
+    the row's end."""
     params, metrics = one_sgd_step(name, **split)
     expected_params, expected = reference_step(name)
     assert expected["policy/grad_norm"] > 1e-2

@@ -41,6 +41,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from jaxrl_llm.config import RunConfig
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Example, Rollouts, Rows, TokenOutputs, ValueOutputs
 
 
@@ -257,6 +258,19 @@ class Algorithm:
         """The model that the run is for: it is evaluated and exported. The policy, or the first trained one."""
         trained = self.trained_roles(options)
         return next((role for role in trained if role.name == "policy"), trained[0])
+
+    def require_writer(self, options: Any) -> None:
+        """Refuses a run whose model writes no text.
+
+        Raises:
+          UserError: it says what the model is for.
+        """
+        if self.main_role(options).head == "values":
+            raise UserError(
+                f"A run of {self.name} trains a model that scores texts and writes none, so there is nothing to "
+                "generate. Export it and give the folder as reward_model.path of a run that does; `eval` tells how "
+                "well it scores."
+            )
 
 
 def by_role(prepared: Sequences | Mapping[str, Sequences], trained: Sequence[Role]) -> dict[str, Sequences]:

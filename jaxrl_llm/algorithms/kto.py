@@ -6,7 +6,9 @@
 arXiv:2402.01306. z, the reference point, is measured on completions put to prompts that are not theirs, over the whole
 batch and before its update, and carries no gradient; formulas and names are TRL's. What differs: TRL measures z on each
 device's micro-batch, here it is one number for the batch, so that the result depends on no split. That needs one update
-per batch, which the configuration checks.
+per batch, which the configuration checks. TRL takes the next row's completion also where that row has the same prompt;
+here no row gets a completion of its own prompt, and a batch that holds one prompt only, which shuffling can bring,
+keeps the z of the batch before it (0 at first).
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms import pairs, preference
+from jaxrl_llm.algorithms.completions import joined
 from jaxrl_llm.algorithms.interface import POLICY, REFERENCE, Algorithm, Context, Objective, Sequences
 from jaxrl_llm.algorithms.segments import first_tokens, segment_sum
 from jaxrl_llm.algorithms.sft import collect
 from jaxrl_llm.config import RunConfig, option
 from jaxrl_llm.types import Rollouts, Rows, TokenOutputs
+
+POINT = "kl/reference_point"
+"""The metric, and what is kept of it from one batch to the next."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,29 +44,35 @@ def prepare(context: Context, rollouts: Rollouts) -> Sequences:
     sequences = _sequences(rollouts, np.arange(len(rollouts)))
     reference = pairs.per_sequence(context.logprobs("reference", sequences), sequences.loss_mask)
     labels = np.array([1.0 if example.label else -1.0 for example in rollouts.examples], np.float32)
-    order = preference.mismatched_completions([example.prompt_ids.tobytes() for example in rollouts.examples])
-    mismatched = _sequences(rollouts, order)
-    policy_kl, reference_kl = (
-        pairs.per_sequence(context.logprobs(role, mismatched), mismatched.loss_mask) for role in ("policy", "reference")
-    )
-    point = float(preference.kto_reference_point(jnp.asarray(policy_kl), jnp.asarray(reference_kl)))
+    point = _reference_point(context, rollouts)
     sequences.extras = {
         "label": labels,
         "reference": reference,
         "kl": np.full(len(labels), point, np.float32),
     }
-    sequences.metrics["kl/reference_point"] = point
+    sequences.metrics[POINT] = point
     return sequences
+
+
+def _reference_point(context: Context, rollouts: Rollouts) -> float:
+    """See the module's text."""
+    order = preference.mismatched_completions([example.prompt_ids.tobytes() for example in rollouts.examples])
+    if order is None:
+        return context.memory.get(POINT, 0.0)
+    mismatched = _sequences(rollouts, order)
+    policy, reference = (
+        pairs.per_sequence(context.logprobs(role, mismatched), mismatched.loss_mask) for role in ("policy", "reference")
+    )
+    return float(preference.kto_reference_point(jnp.asarray(policy), jnp.asarray(reference)))
 
 
 def _sequences(rollouts: Rollouts, completions: np.ndarray) -> Sequences:
     """Each prompt with the completion of the row that is named for it."""
-    tokens, masks = [], []
-    for example, n in zip(rollouts.examples, completions, strict=True):
-        response = rollouts.responses[n]
-        tokens.append(np.concatenate([example.prompt_ids, response]).astype(np.int32))
-        masks.append(np.arange(len(tokens[-1])) >= len(example.prompt_ids))
-    return Sequences(tokens, masks, np.arange(len(tokens), dtype=np.int32))
+    found = [
+        joined(example.prompt_ids, rollouts.responses[n])
+        for example, n in zip(rollouts.examples, completions, strict=True)
+    ]
+    return Sequences([ids for ids, _ in found], [mask for _, mask in found], np.arange(len(found), dtype=np.int32))
 
 
 def losses(options: KTOOptions, outputs: TokenOutputs, rows: Rows) -> Objective:
@@ -129,6 +141,8 @@ KTO = Algorithm(
     collect=collect,
     prepare=prepare,
     losses=losses,
+    init=lambda options: {POINT: 0.0},
+    after_step=lambda options, memory, metrics: {POINT: metrics[POINT]},
     validate=validate,
     loss_aggregation=lambda options: pairs.AGGREGATION,
     extras=lambda options: ("label", "reference", "kl"),

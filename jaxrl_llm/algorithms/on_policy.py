@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.algorithms import aggregation, policy_loss, rollout_correction
 from jaxrl_llm.algorithms.advantages import kl_shaped_rewards
+from jaxrl_llm.algorithms.completions import joined
 from jaxrl_llm.algorithms.interface import POLICY, REFERENCE, Algorithm, Context, Objective, Role, Sequences
 from jaxrl_llm.config import RunConfig, option
 from jaxrl_llm.types import Example, Rollouts, Rows, TokenOutputs
@@ -141,10 +142,10 @@ def trained_sequences(rollouts: Rollouts, keep: np.ndarray) -> Sequences:
     tokens, masks, sampled = [], [], []
     for n, response in enumerate(rollouts.responses):
         prompt = rollouts.examples[rollouts.group[n]].prompt_ids
-        tokens.append(np.concatenate([prompt, response]).astype(np.int32))
-        mask = (np.arange(len(tokens[-1])) >= len(prompt)) & keep[n]
+        ids, mask = joined(prompt, response, np.full(len(response), keep[n]))
+        tokens.append(ids)
         masks.append(mask)
-        logprobs = np.zeros(len(tokens[-1]), np.float32)
+        logprobs = np.zeros(len(ids), np.float32)
         if rollouts.sampler_logprobs is not None:
             logprobs[len(prompt) :] = rollouts.sampler_logprobs[n]
         sampled.append(np.where(mask, logprobs, 0).astype(np.float32))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxrl_llm.algorithms.completions import joined
 from jaxrl_llm.algorithms.interface import Context, Sequences
 from jaxrl_llm.algorithms.segments import segment_mean, segment_sum, sum_at
 from jaxrl_llm.errors import UserError
@@ -44,15 +45,14 @@ def sequences_of_pairs(rollouts: Rollouts, pairs: np.ndarray) -> Sequences:
     Args:
       pairs: ``[P, 2]`` indices into the rollouts: chosen, rejected. A pair is a group of its own.
     """
-    tokens, masks = [], []
-    for n in pairs.reshape(-1).tolist():
-        prompt = rollouts.examples[int(rollouts.group[n])].prompt_ids
-        tokens.append(np.concatenate([prompt, rollouts.responses[n]]).astype(np.int32))
-        masks.append(np.arange(len(tokens[-1])) >= len(prompt))
+    both = [
+        joined(rollouts.examples[int(rollouts.group[n])].prompt_ids, rollouts.responses[n])
+        for n in pairs.reshape(-1).tolist()
+    ]
     count = len(pairs)
     return Sequences(
-        tokens,
-        masks,
+        [ids for ids, _ in both],
+        [mask for _, mask in both],
         np.repeat(np.arange(count, dtype=np.int32), 2),
         partner=np.arange(2 * count, dtype=np.int32) ^ 1,
         extras={"chosen": np.tile(np.array([1.0, -1.0], np.float32), count)},

@@ -16,8 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxrl_llm.errors import UserError
-
 DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust")
 
 SMOOTHED = ("sigmoid", "robust")
@@ -138,7 +136,7 @@ def kto_reference_point(policy_kl: Float[Array, " P"], ref_kl: Float[Array, " P"
     return jax.lax.stop_gradient(jnp.maximum(mean, 0.0))
 
 
-def mismatched_completions(prompts: Sequence[Hashable]) -> Int[np.ndarray, " P"]:
+def mismatched_completions(prompts: Sequence[Hashable]) -> Int[np.ndarray, " P"] | None:
     """Whose completion each row's prompt is paired with for `kto_reference_point`: index ``[P]`` into the batch.
 
     No row gets a completion of its own prompt. Rows are ordered by prompt (of first appearance) and each takes the
@@ -150,17 +148,14 @@ def mismatched_completions(prompts: Sequence[Hashable]) -> Int[np.ndarray, " P"]
     Args:
       prompts: what tells prompts apart, of the whole batch in order (token ids as bytes, say).
 
-    Raises:
-      UserError: all rows have one prompt, so that no completion belongs to another.
+    Returns:
+      None where all rows have one prompt, so that no completion belongs to another.
     """
     rows_of: dict[Hashable, list[int]] = {}
     for row, prompt in enumerate(prompts):
         rows_of.setdefault(prompt, []).append(row)
     if len(rows_of) < 2:
-        raise UserError(
-            f"A batch of {len(prompts)} rows with one prompt has no completion of another prompt, and KTO's reference "
-            "point is measured on those. Set train_batch_size to 2 or more (32 is usual), of rows with several prompts."
-        )
+        return None
     order = np.array([row for rows in rows_of.values() for row in rows], np.int32)
     largest = max(rows_of.values(), key=len)
     partners = np.empty(len(order), np.int32)

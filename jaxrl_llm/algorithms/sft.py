@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_llm.algorithms import aggregation
+from jaxrl_llm.algorithms.completions import joined
 from jaxrl_llm.algorithms.interface import Algorithm, Context, Objective, Sequences
 from jaxrl_llm.config import option
 from jaxrl_llm.errors import UserError
@@ -49,13 +50,11 @@ def collect(context: Context, examples: Sequence[Example]) -> Rollouts:
 
 
 def prepare(context: Context, rollouts: Rollouts) -> Sequences:
-    tokens, masks = [], []
+    found = []
     for n, response in enumerate(rollouts.responses):
         example = rollouts.examples[rollouts.group[n]]
-        tokens.append(np.concatenate([example.prompt_ids, response]).astype(np.int32))
-        trained = np.ones(len(response), bool) if example.response_mask is None else example.response_mask
-        masks.append(np.concatenate([np.zeros(len(example.prompt_ids), bool), trained]))
-    return Sequences(tokens, masks, rollouts.group)
+        found.append(joined(example.prompt_ids, response, example.response_mask))
+    return Sequences([ids for ids, _ in found], [mask for _, mask in found], rollouts.group)
 
 
 def losses(options: SFTOptions, outputs: TokenOutputs, rows: Rows) -> Objective:

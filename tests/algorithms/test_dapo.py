@@ -56,7 +56,7 @@ def collected(calls: list[list[tuple[float, float]]], wanted: int, **algorithm):
 def test_prompts_are_drawn_until_there_are_enough_with_a_signal():
     """The surplus is dropped with its samples; all that belongs to a sample stays with it.
 
-    Against: a group that keeps its number from the call; responses in another order than rewards; the surplus kept;
+    Caught: a group that keeps its number from the call; responses in another order than rewards; the surplus kept;
     metrics of the first call alone.
     """
     calls = [[NONE, SIGNAL, UNSCORED], [SIGNAL, NONE, NONE], [(0.0, 2.0), SIGNAL, NONE], [SIGNAL] * 3]
@@ -77,25 +77,25 @@ def test_prompts_are_drawn_until_there_are_enough_with_a_signal():
 
 
 def test_a_full_batch_draws_nothing_more():
-    """Against: one batch more than is needed."""
+    """Caught: one batch more than is needed."""
     rollouts, made = collected([[SIGNAL, SIGNAL], [SIGNAL, SIGNAL]], 2, max_num_gen_batches=1)
     assert made == 1 and rollouts.metrics["dapo/signal_fraction"] == 1
 
 
 def test_what_is_a_signal():
-    """Against: NaN compared like a reward; one score taken for a difference to the others, which have none."""
+    """Caught: NaN compared like a reward; one score taken for a difference to the others, which have none."""
     rollouts = rollouts_of([NONE, SIGNAL, UNSCORED, ONE_SCORE], 0)
     assert with_signal(rollouts).tolist() == [1]
 
 
 def test_the_limit_names_its_option():
-    """Against: a loop without an end; an error that does not say which option to change."""
+    """Caught: a loop without an end; an error that does not say which option to change."""
     with pytest.raises(RunStopped, match=r"found 1 prompts .* among 6 in 3 batches \(algorithm\.max_num_gen_batches\)"):
         collected([[NONE, NONE], [SIGNAL, NONE], [NONE, ONE_SCORE], [SIGNAL] * 2], 2, max_num_gen_batches=3)
 
 
 def test_it_can_be_switched_off():
-    """Against: a filter that stays on."""
+    """Caught: a filter that stays on."""
     rollouts, made = collected([[NONE, SIGNAL], [SIGNAL, SIGNAL]], 2, dynamic_sampling=False)
     assert made == 1 and rollouts.rewards.tolist() == [1, 1, 1, 0]
 
@@ -122,7 +122,7 @@ def run_config(steps):
 def test_a_resumed_run_draws_what_an_undisturbed_one_draws(tmp_path):
     """Bit for bit: nothing is held over to the next step, and the data goes on behind the last prompt that was drawn.
 
-    Against: a position in the data that counts steps; leftovers used in the next step.
+    Caught: a position in the data that counts steps.
     """
 
     def trained(folder, steps):
@@ -149,7 +149,7 @@ def test_a_resumed_run_draws_what_an_undisturbed_one_draws(tmp_path):
 
 
 def test_a_notebook_without_a_file_is_told(monkeypatch):
-    """Against: an AttributeError where more prompts are needed than a call was given."""
+    """Caught: an AttributeError where more prompts are needed than a call was given."""
     config = run_config(1)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, train=""))
     trainer = Trainer(config, None, rewards={"even": lambda completion: 1.0}, devices=jax.devices()[:1])
@@ -162,7 +162,7 @@ def test_a_notebook_without_a_file_is_told(monkeypatch):
 
 
 def test_remax_compares_with_the_greedy_answer_and_does_not_train_on_it():
-    """Against: a baseline at the rollout's temperature; the greedy answers among the samples; a baseline by sample."""
+    """Caught: a baseline at the rollout's temperature; the greedy answers among the samples; a baseline by sample."""
     asked = []
 
     def generate(examples, **arguments):

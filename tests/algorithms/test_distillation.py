@@ -63,8 +63,8 @@ def written_down(models, student, teacher):
 
 
 def test_the_divergence_of_the_update_is_that_of_the_distributions():
-    """Every case's value, and the gradient of their weighted sum. Target: the two exchanged; the teacher's states a
-    column early; no temperature; a teacher that learns; the k likeliest of the policy."""
+    """Every case's value, and the gradient of their weighted sum. Caught: the two exchanged; the teacher's states a
+    column early; no temperature; the k likeliest of the policy."""
     models = (
         tiny_model(0, num_layers=1, windows=(None,)),
         tiny_model(1, num_layers=1, windows=(None,), hidden_size=48, num_heads=6, tie_embeddings=True),
@@ -108,7 +108,7 @@ def test_the_divergence_of_the_update_is_that_of_the_distributions():
 
 
 def test_the_loss_is_the_mean_divergence_of_what_the_policy_wrote():
-    """Rewards play no part: a sample without one is trained. Target: unscored samples left out; the prompt trained."""
+    """Rewards play no part: a sample without one is trained. Caught: unscored samples left out; the prompt trained."""
     context = FakeContext(make_config("distillation", {"teacher": {"path": "builtin:tiny_addition"}}))
     examples = [dataclasses.replace(example, response_ids=None) for example in make_preferences()]
     responses = [np.arange(1, 2 + n, dtype=np.int32) for n in range(3)]

@@ -131,7 +131,7 @@ def sampled(rewards):
 
 
 def test_online_dpo_compares_the_best_with_the_worst():
-    """Of equal ones the first; prompts with equal rewards, or one scored sample, have no pair. Target: the last of
+    """Of equal ones the first; prompts with equal rewards, or one scored sample, have no pair. Caught: the last of
     equal ones; a sample without a score as the worst; pairs of equal rewards; a group's number taken for the prompt's
     index."""
     nan = float("nan")
@@ -146,14 +146,14 @@ def test_online_dpo_compares_the_best_with_the_worst():
 
 
 def test_online_dpo_without_a_pair_is_an_empty_batch():
-    """Target: an index into no pairs."""
+    """Caught: pairs of equal rewards."""
     context = FakeContext(make_config("online_dpo", {"rewards": {"exact": {"function": "exact_match"}}}))
     sequences = ONLINE_DPO.prepare(context, sampled([1.0] * 9))
     assert not sequences.tokens and sequences.metrics["dpo/pairs_fraction"] == 0
 
 
 def test_options_that_cannot_work_are_refused():
-    """Target: both checks taken out."""
+    """Caught: both checks taken out."""
     with pytest.raises(UserError, match=r"label_smoothing=0\.1: the loss 'hinge' has none"):
         make_config("dpo", loss_type="hinge", label_smoothing=0.1)
     rewards = {"exact": {"function": "exact_match"}}

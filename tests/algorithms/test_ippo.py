@@ -50,7 +50,7 @@ def make_examples():
 
 
 def test_an_agent_reads_what_was_written_before_it():
-    """Three agents: the prompt, the answers, and the prompt again before each. Against: another sample's answer; the
+    """Three agents: the prompt, the answers, and the prompt again before each. Caught: another sample's answer; the
     first prompt repeated with all that follows it; two samples of each reader; readers that can't be told apart."""
     calls = []
     context = episode_context(calls, agents=3)
@@ -67,7 +67,7 @@ def test_an_agent_reads_what_was_written_before_it():
 
 @pytest.mark.parametrize("shared", ["last", "mean"])
 def test_the_reward_is_one_for_all(shared):
-    """Against: an agent's own reward; the sum."""
+    """Caught: an agent's own reward; the sum."""
     calls = []
     rollouts = ippo.collect(episode_context(calls, agents=2, shared_reward=shared), make_examples())
     wanted = [5, 6, 7, 8] if shared == "last" else [3, 4, 5, 6]
@@ -77,7 +77,7 @@ def test_the_reward_is_one_for_all(shared):
 def test_every_agent_learns_from_its_own_tokens_in_the_same_updates():
     """Mini-batches hold whole prompts of the episode; one update a rollout needs no old log-probs of any agent.
 
-    Against: an agent trained on another's tokens; one that updates once a sample, or computes old log-probs because
+    Caught: an agent trained on another's tokens; one that updates once a sample, or computes old log-probs because
     its readers are more than a mini-batch; metrics that overwrite those of the first agent.
     """
     calls = []
@@ -99,7 +99,7 @@ def test_every_agent_learns_from_its_own_tokens_in_the_same_updates():
 
 
 def test_evaluation_judges_the_last_answer_of_each_prompt():
-    """Against: the groups of the last agent's readers, one a sample, which make pass@k one of 1."""
+    """Caught: the groups of the last agent's readers, one a sample, which make pass@k one of 1."""
     calls = []
     rollouts = ippo.answer(episode_context(calls, agents=2), make_examples(), 3, 0.7)
     assert [call["temperature"] for call in calls] == [0.7, 0.7]
@@ -109,7 +109,7 @@ def test_evaluation_judges_the_last_answer_of_each_prompt():
 
 
 def test_metrics_keep_their_ending():
-    """Against: a largest value that is averaged over updates, because its name no longer ends so."""
+    """Caught: a largest value that is averaged over updates, because its name no longer ends so."""
     assert ippo._with("rollout/logprob_diff_max", "_1") == "rollout/logprob_diff_1_max"
     assert ippo._with("loss/value", "_1") == "loss/value_1"
 
@@ -123,7 +123,7 @@ def make_trainer(name="ippo", workdir=None, **changes):
 
 
 def test_one_agent_is_ppo_to_the_bit():
-    """Over two steps. Against: other random numbers; the first agent's metrics under another name."""
+    """Over two steps. Caught: other random numbers; the first agent's metrics under another name."""
     told, params = [], []
     for name, changes in (("ppo", {}), ("ippo", {"algorithm.agents": 1})):
         trainer = make_trainer(name, **changes)
@@ -180,7 +180,7 @@ def test_nothing_crosses_between_agents(tmp_path):
 
 
 def test_a_saved_run_is_evaluated_with_all_its_agents(tmp_path):
-    """Against: a reader that has the first agent alone, and stops at the second."""
+    """Caught: a reader that has the first agent alone, and stops at the second."""
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "3+4=", "answer": "7"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {"data.eval": str(tmp_path / "rows.jsonl"), "rewards": {"exact": {"function": "exact_match"}}}
@@ -200,7 +200,7 @@ def test_a_saved_run_is_evaluated_with_all_its_agents(tmp_path):
 
 
 def test_the_decoder_is_compared_with_every_agent():
-    """Against: a second agent whose samples are of another policy, unnoticed."""
+    """Caught: a second agent whose samples are of another policy, unnoticed."""
     trainer = make_trainer()
     fine = {"rollout/logprob_diff_mean": 0.0, "rollout/logprob_diff_max": 0.0}
     assert not trainer._problem({**fine, "rollout/logprob_diff_mean_1": 0.0, "rollout/logprob_diff_1_max": 1e-3})

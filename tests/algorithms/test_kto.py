@@ -21,7 +21,7 @@ from tests.packed_rows import finite_differences
 
 LABELS = (True, False, False, True)
 OPTIONS = {"beta": 0.8, "desirable_weight": 0.7, "undesirable_weight": 1.3}
-PROMPT_OF, COMPLETIONS = (0, 1, 2, 0), (CHOSEN[0], CHOSEN[1], REJECTED[1], CHOSEN[2])
+PROMPT_OF, COMPLETIONS = (0, 1, 2, 0), (CHOSEN[0], CHOSEN[2], CHOSEN[1], REJECTED[2])
 MISMATCHED = (1, 0, 3, 2)
 """Whose completion each row's prompt is put to: ordered by prompt the rows are 0, 3, 1, 2, and each takes the one two
 places before its own, as two is how often the most frequent prompt is there."""
@@ -59,7 +59,7 @@ def reference_point(policy, reference):
 
 def test_the_reference_point_is_the_policys_on_other_prompts(monkeypatch):
     """The policy of these numbers is below its reference, so that the point is 0; the other way round it is above.
-    Target: ratios of the rows' own completions; policy and reference exchanged; no bound at 0; a mean over tokens."""
+    Caught: ratios of the rows' own completions; policy and reference exchanged; no bound at 0; a mean over tokens."""
     sequences, context = prepared()
     assert context.asked == ["reference", "policy", "reference"]
     assert reference_point(SLOPE["policy"], SLOPE["reference"]) < -0.1 and set(sequences.extras["kl"]) == {0.0}
@@ -70,9 +70,27 @@ def test_the_reference_point_is_the_policys_on_other_prompts(monkeypatch):
     np.testing.assert_allclose(sequences.extras["kl"], point, rtol=1e-5)
 
 
+def test_a_batch_of_one_prompt_keeps_the_reference_point_of_the_one_before(monkeypatch):
+    """No completion of another prompt is there to measure it on. Caught: 0 for it; the rows' own completions."""
+    monkeypatch.setitem(SLOPE, "policy", 0.01)
+    sequences, context = prepared()
+    point = sequences.metrics["kl/reference_point"]
+    assert point > 0.1 and context.memory == {}
+    memory = KTO.after_step(context.options, KTO.init(context.options), sequences.metrics)
+    alone = [
+        Example(f"{n}@0", "", np.array(PROMPTS[0], np.int32), response_ids=np.array(CHOSEN[n], np.int32), label=n > 0)
+        for n in range(3)
+    ]
+    for before, expected in ((memory, point), (KTO.init(context.options), 0.0)):
+        context = FakeContext(context.config, memory=before)
+        sequences = KTO.prepare(context, KTO.collect(context, alone))
+        assert set(sequences.extras["kl"]) == {np.float32(expected)} and context.asked == ["reference"]
+        assert KTO.after_step(context.options, before, sequences.metrics) == before
+
+
 @pytest.mark.parametrize("row_tokens", [9, 40], ids=["several rows", "all in one row"])
 def test_loss_gradient_and_metrics_equal_numpy(row_tokens, monkeypatch):
-    """Target: the sum over a whole row; weights or labels exchanged; the point of the row's own ratios; a mean over
+    """Caught: the sum over a whole row; weights or labels exchanged; the point of the row's own ratios; a mean over
     tokens in place of sequences; rewards of the undesirable ones among the others."""
     monkeypatch.setitem(SLOPE, "policy", 0.01)
     sequences, context = prepared()
@@ -112,6 +130,6 @@ def test_loss_gradient_and_metrics_equal_numpy(row_tokens, monkeypatch):
     ids=str,
 )
 def test_more_than_one_update_of_a_batch_is_refused(changes, message):
-    """Target: each check taken out."""
+    """Caught: each check taken out."""
     with pytest.raises(UserError, match=message):
         make_config("kto", changes)

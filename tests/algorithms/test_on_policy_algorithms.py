@@ -1,5 +1,6 @@
 """The advantages and the losses of every on-policy algorithm, against what one would write down sample by sample."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -13,6 +14,7 @@ from jaxrl_llm.packing import RowShape, pack
 from jaxrl_llm.types import TokenOutputs, ValueOutputs
 from tests.algorithms.fake_context import (
     LENGTHS,
+    NAN,
     PROMPTS,
     TRUNCATED,
     FakeContext,
@@ -167,7 +169,7 @@ def test_advantages_are_those_of_the_formula(name, case, algorithm):
 
     Caught: an advantage that stands on the prompt; the biased deviation; RLOO's baseline with the sample itself;
     REINFORCE++ without its discount; whitening that counts unscored samples; GDPO's weights left out; a value read at
-    its own token; a truncated response whose return ends in 0. Against: a finished one whose does not; the wrong KL
+    its own token; a truncated response whose return ends in 0. Caught: a finished one whose does not; the wrong KL
     estimator.
     """
     sequences, _ = prepared(name, **algorithm)
@@ -182,7 +184,7 @@ def test_advantages_are_those_of_the_formula(name, case, algorithm):
 
 @pytest.mark.parametrize("name", ["grpo", "reinforce_plus_plus", "ppo", "gdpo"])
 def test_truncated_responses_leave_the_loss_and_the_whitening(name):
-    """Their rewards still count in the group. Against: whitening over what is not trained; a mean without them."""
+    """Their rewards still count in the group. Caught: whitening over what is not trained; a mean without them."""
     sequences, _ = prepared(name, mask_truncated=True)
     rollouts = make_rollouts()
     assert [n for n in range(12) if not sequences.loss_mask[n].any()] == [3, 5, 9]
@@ -197,7 +199,7 @@ def test_truncated_responses_leave_the_loss_and_the_whitening(name):
 
 
 def test_the_weight_of_the_kl_is_the_controllers():
-    """Against: `algorithm.kl_coef` in place of the weight in memory."""
+    """Caught: `algorithm.kl_coef` in place of the weight in memory."""
     options = {"kl_coef": 0.3, "kl_in": "reward", "whiten_advantages": False, "kl_estimator": "k1"}
     sequences, _ = prepared("ppo", memory={"kl_coef": 0.7}, **options)
     rollouts = make_rollouts()
@@ -207,7 +209,7 @@ def test_the_weight_of_the_kl_is_the_controllers():
 
 
 def test_ppo_tells_what_the_critic_explains():
-    """Returns are advantage plus value. Against: the whitened advantages in the returns; a variance over the prompt."""
+    """Returns are advantage plus value. Caught: the whitened advantages in the returns; a variance over the prompt."""
     sequences, context = prepared("ppo")
     rollouts = make_rollouts()
     raw = ppo_by_hand(rollouts, 0.0, response_kl(rollouts, "k1"), 1.0, 1.0)
@@ -263,7 +265,7 @@ def token_losses(name, options, actor, old, advantage):
     return clipped_by_hand(d, advantage, options.clip_low, options.clip_high, options.dual_clip)
 
 
-def packed(name, seed=1, **algorithm):
+def packed(name, seed=1, share_prompts=True, **algorithm):
     """Rows of the fixed rollouts with log-probs of their own, several sequences in a row, and the sequences by
     segment: (row, columns) of each trained one."""
     sequences, context = prepared(name, **{"kl_coef": 0.1, **algorithm})
@@ -278,8 +280,9 @@ def packed(name, seed=1, **algorithm):
     sequences.old_logprobs, sequences.sampler_logprobs, sequences.ref_logprobs = noise(0.5), noise(0.5), noise(0.5)
     aggregation = ALGORITHMS[name].loss_aggregation(context.options)
     batch, placement = pack(
-        sequences, RowShape(16, 8), aggregation=aggregation, max_response_tokens=4, max_micro_batches=1
-    )
+        sequences, RowShape(16, 8), aggregation=aggregation, max_response_tokens=4, max_micro_batches=1,
+        share_prompts=share_prompts,
+    )  # fmt: skip
     rows = jax.tree.map(lambda field: jnp.asarray(field[0]), batch.rows)
     actor = np.where(batch.rows.loss_mask[0], -1.5 + 0.5 * generator.normal(size=(8, 16)), 0.0).astype(np.float32)
     places = [(row, columns) for row, columns in zip(placement.row, placement.completion, strict=True) if row >= 0]
@@ -310,14 +313,17 @@ LOSSES = [
 ]
 
 
+@pytest.mark.parametrize("share_prompts", [True, False], ids=["prompts shared", "in its prompt's segment"])
 @pytest.mark.parametrize(("name", "algorithm"), LOSSES, ids=str)
-def test_loss_and_gradient_are_those_of_the_formula(name, algorithm):
+def test_loss_and_gradient_are_those_of_the_formula(name, algorithm, share_prompts):
     """On packed rows, with a KL to the reference (k3) and an entropy bonus.
 
-    Against: a sequence's mean over its row, or over its prompt too; the clip of the other sign; a stop_gradient left
+    Caught: a sequence's mean over its row, or over its prompt too; the clip of the other sign; a stop_gradient left
     out or put too much; the KL of the old policy; the weights of another aggregation; the entropy's sign.
     """
-    rows, actor, trained, options, denominator = packed(name, entropy_coef=0.05, **algorithm)
+    rows, actor, trained, options, denominator = packed(
+        name, share_prompts=share_prompts, entropy_coef=0.05, **algorithm
+    )
     objective, gradient = loss_and_gradient(name, options, rows, actor)
     total, policy, slopes = 0.0, 0.0, np.zeros(actor.shape)
     for row, columns in trained:
@@ -327,7 +333,7 @@ def test_loss_and_gradient_are_those_of_the_formula(name, algorithm):
         )
         loss, slope = token_losses(name, options, one, old, advantage)
         weight = {"token-mean": 1.0, "seq-mean-token-mean": 1 / len(one), "seq-mean-token-sum-norm": 1 / 4}[
-            ALGORITHMS[name].loss_aggregation(options)
+            options.loss_aggregation
         ]
         kl = np.exp(ref - one) - 1 - (ref - one)
         policy += weight * loss.sum()
@@ -336,16 +342,12 @@ def test_loss_and_gradient_are_those_of_the_formula(name, algorithm):
     assert objective.total == pytest.approx(total, rel=1e-5)
     assert objective.weighted["loss/policy"] == pytest.approx(policy, rel=1e-5)
     np.testing.assert_allclose(gradient, slopes, atol=1e-5)  # float32 of numbers of up to about 5
-    wanted = (
-        len(trained)
-        if ALGORITHMS[name].loss_aggregation(options).startswith("seq")
-        else sum(len(columns) for _, columns in trained)
-    )
+    wanted = len(trained) if options.loss_aggregation.startswith("seq") else sum(len(columns) for _, columns in trained)
     assert denominator == wanted
 
 
 def test_the_critics_loss_is_that_of_the_formula():
-    """Against: the values after the tokens; a clip that takes the smaller loss; the half left out."""
+    """Caught: the values after the tokens; a clip that takes the smaller loss; the half left out."""
     rows, _, trained, options, _ = packed("ppo")
     generator = np.random.default_rng(3)
     values = np.where(rows.loss_mask, generator.normal(size=(8, 16)), 0.0).astype(np.float32)
@@ -397,7 +399,7 @@ CORRECTIONS = [
 
 @pytest.mark.parametrize(("algorithm", "factor"), CORRECTIONS, ids=[str(options) for options, _ in CORRECTIONS])
 def test_rollout_correction_weights_the_policys_loss_alone(algorithm, factor):
-    """The KL term keeps its weight. Against: sampler and trainer exchanged; a sequence told by its row;
+    """The KL term keeps its weight. Caught: sampler and trainer exchanged; a sequence told by its row;
     the veto by the mean; a corrected KL; the options not passed on."""
     rows, actor, trained, options, _ = packed("grpo", **algorithm)
     objective, gradient = loss_and_gradient("grpo", options, rows, actor)
@@ -429,7 +431,7 @@ def test_rollout_correction_weights_the_policys_loss_alone(algorithm, factor):
 
 
 def test_metrics_of_the_correction_can_be_had_without_it():
-    """Against: metrics by default; none where they are asked for."""
+    """Caught: metrics by default; none where they are asked for."""
     rows, actor, _, options, _ = packed("grpo")
     assert not any("rollout_corr" in name for name in loss_and_gradient("grpo", options, rows, actor)[0].counted)
     rows, actor, _, options, _ = packed("grpo", rollout_metrics=True)
@@ -439,9 +441,71 @@ def test_metrics_of_the_correction_can_be_had_without_it():
 
 
 def test_bounds_that_keep_nothing_are_refused():
-    """Against: a step in which every token is rejected."""
+    """Caught: a step in which every token is rejected."""
     with pytest.raises(UserError, match="rollout_rs_threshold"):
         make_config("grpo", rollout_rs="seq_mean_k1", rollout_rs_threshold=0.5)
     with pytest.raises(UserError, match="rollout_rs_threshold_lower"):
         make_config("grpo", rollout_rs="token_k1", rollout_rs_threshold=2.0, rollout_rs_threshold_lower=3.0)
     make_config("grpo", rollout_rs="seq_mean_k2", rollout_rs_threshold=0.5)
+
+
+# --- what a batch may hold besides ordinary samples -----------------------------------------------------------------
+
+ON_POLICY = [
+    name for name, algorithm in ALGORITHMS.items() if algorithm.generates and name not in ("distillation", "online_dpo")
+]
+ODD = {
+    "first": (0.3, NAN, NAN, NAN, 0.3, 0.3, 0.3, 0.3, 0.0, 2.0, 1.0, 3.0, NAN, NAN, NAN, NAN),
+    "second": (0.0,) * 16,
+    "baselines": (0.3, 0.3, 0.1, NAN),
+}
+"""Of the prompts: one has a single scored sample, one equal rewards that no binary fraction is, one an empty response
+(its first), one no score."""
+KNOWS_NO_GROUP = ("ppo", "ippo", "reinforce_plus_plus", "gdpo")
+"""Whose advantages are whitened over the batch, so that equal rewards of one prompt are still told from others'."""
+
+
+def odd_rollouts():
+    rollouts = make_rollouts()
+    components = {name: np.array(ODD[name], np.float32) for name in ("first", "second")}
+    rollouts.responses[8] = rollouts.responses[8][:0]
+    rollouts.sampler_logprobs[8] = rollouts.sampler_logprobs[8][:0]
+    changes = {"components": components, "rewards": components["first"], "finish_reasons": ["stop"] * 16}
+    return dataclasses.replace(rollouts, baselines=np.array(ODD["baselines"], np.float32), **changes)
+
+
+@pytest.mark.parametrize("name", ON_POLICY)
+def test_odd_samples_are_exact_and_finite(name):
+    """Prepared, packed and through the loss, with log-probs that are not finite, or overflow a ratio, where nothing is
+    trained. Caught: a ratio of what is not trained."""
+    context = FakeContext(make_config(name, **({"k": 2} if name == "pass_at_k" else {})))
+    rollouts = odd_rollouts()
+    if name == "ippo":
+        rollouts = dataclasses.replace(rollouts, turns=[rollouts] * context.options.agents)
+    result = ALGORITHMS[name].prepare(context, rollouts)
+    sequences = result["policy"] if isinstance(result, dict) else result
+    assert all(np.isfinite(value) for value in sequences.metrics.values())
+    assert not any(sequences.loss_mask[n].any() for n in (1, 2, 3, 8, 12, 13, 14, 15))
+    assert all(np.isfinite(one).all() for one in sequences.advantages)
+    assert not any(sequences.advantages[n].any() for n in (1, 2, 3, 8, 12, 13, 14, 15))
+    if name not in KNOWS_NO_GROUP and name != "reinforce_plus_plus_baseline":
+        assert not any(sequences.advantages[n].any() for n in (0, 4, 5, 6, 7))
+    assert any(sequences.advantages[n].any() for n in (9, 10, 11))
+    batch, _ = pack(
+        dataclasses.replace(sequences, extras={}),
+        RowShape(16, 8),
+        aggregation=ALGORITHMS[name].loss_aggregation(context.options),
+        max_response_tokens=4,
+        max_micro_batches=1,
+    )
+    rows = jax.tree.map(lambda field: jnp.asarray(field[0]), batch.rows)
+    # Old log-probs of 0 and current ones of -1.3, and one token whose ratio is beyond every float.
+    actor = np.where(rows.loss_mask, -1.3, 0.0).astype(np.float32)
+    far = tuple(np.argwhere(rows.loss_mask)[0])
+    actor[far] = 500.0
+    expected, slopes = loss_and_gradient(name, context.options, rows, actor)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(expected)) and np.isfinite(slopes).all()
+    for junk in (np.nan, np.inf, 500.0):
+        found, gradient = loss_and_gradient(name, context.options, rows, np.where(rows.loss_mask, actor, junk))
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        np.testing.assert_array_equal(gradient, slopes)

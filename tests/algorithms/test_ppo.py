@@ -120,7 +120,7 @@ def test_a_value_is_that_of_the_state_its_token_was_chosen_in(trainer):
 
 
 def test_only_a_response_that_was_cut_goes_on(trainer):
-    """Against: a bootstrap of 0 for one that was cut; a value for one that ended; the value of the wrong state."""
+    """Caught: a bootstrap of 0 for one that was cut; a value for one that ended; the value of the wrong state."""
     config = host_config("ppo", whiten_advantages=False)
 
     class Known(FakeContext):
@@ -233,7 +233,7 @@ def test_a_shared_trunk_learns_both(tmp_path):
     ],
 )
 def test_options_that_cannot_work_are_refused(changes, message):
-    """Against: each of the checks taken out."""
+    """Caught: each of the checks taken out."""
     with pytest.raises(UserError, match=message):
         make_config(**changes)
 

@@ -27,7 +27,7 @@ def outputs_of(ends):
 @pytest.mark.parametrize("row_tokens", [11, 40], ids=["a pair a row", "all in one row"])
 @pytest.mark.parametrize("with_margin", [False, True])
 def test_loss_gradient_and_metrics_equal_numpy(row_tokens, with_margin):
-    """Target: values before the last token; the sum over a completion; the margin with the other sign, or left out;
+    """Caught: values before the last token; the sum over a completion; the margin with the other sign, or left out;
     the centering of the difference."""
     options = {"center_rewards_coefficient": 0.1, "margin_column": "margin" if with_margin else ""}
     sequences, context = prepared(make_preferences(margin=MARGINS), **options)
@@ -66,7 +66,7 @@ def test_a_margin_that_is_no_number_is_refused(value):
 
 
 def test_accuracy_of_held_out_pairs():
-    """Target: the score before the last token; ties counted; rejected above chosen."""
+    """Caught: the score before the last token; ties counted; rejected above chosen."""
 
     class Context(FakeContext):
         def values(self, role, sequences):

@@ -59,7 +59,7 @@ def longer(completion):
 def test_the_example_of_the_interface_trains(tmp_path):
     """Two steps with an option set; the configuration that a run saves finds the file again.
 
-    Against: an example that is not up to date with the interface; options that keep their defaults; a name that a saved
+    Caught: an example that is not up to date with the interface; options that keep their defaults; a name that a saved
     configuration doesn't hold.
     """
     assert len(EXAMPLE.splitlines()) < 50
@@ -153,7 +153,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_is_wrong_is_told_in_one_paragraph(tmp_path, wrong):
-    """By `resolve`, which touches no device. Against: signatures or a role's loss that are not looked at;
+    """By `resolve`, which touches no device. Caught: signatures or a role's loss that are not looked at;
     a traceback of a user's function."""
     text, message = WRONG[wrong]
     file = written(tmp_path, text)
@@ -163,7 +163,7 @@ def test_what_is_wrong_is_told_in_one_paragraph(tmp_path, wrong):
 
 
 def test_a_file_that_is_not_there_and_an_option_that_is_none(tmp_path):
-    """Against: a FileNotFoundError; an unknown option that is silently dropped; a range that is not checked."""
+    """Caught: a FileNotFoundError; an unknown option that is silently dropped; a range that is not checked."""
     with pytest.raises(UserError, match=r"there is no Python file '.*other\.py'"):
         make_config(f"{tmp_path / 'other.py'}:mine")
     with pytest.raises(UserError, match="is not an algorithm"):
@@ -178,7 +178,7 @@ def test_a_file_that_is_not_there_and_an_option_that_is_none(tmp_path):
 
 
 def test_a_changed_file_is_read_again(tmp_path):
-    """Against: the module of the first reading, kept under its name."""
+    """Caught: the module of the first reading, kept under its name."""
     file = written(tmp_path, EXAMPLE)
     assert make_config(f"{file}:reinforce").algorithm.options.baseline == 1.0
     file.write_text(EXAMPLE.replace("option(1.0", "option(0.25"))
@@ -186,7 +186,7 @@ def test_a_changed_file_is_read_again(tmp_path):
 
 
 def test_rltrainer_takes_any_algorithm_that_generates(tmp_path):
-    """Against: a notebook interface for grpo alone."""
+    """Caught: a notebook interface for grpo alone."""
     options = {"rollout.samples_per_prompt": 4, "rollout.num_slots": 8, "data.max_prompt_tokens": 8}
     arguments = {"reward": longer, "train_batch_size": 2, "rollout_len": 4, "options": options}
     name = f"{written(tmp_path, EXAMPLE)}:reinforce"

@@ -292,6 +292,32 @@ def test_logits_of_all_tokens_never_exist(form):
     assert compiled.memory_analysis().temp_size_in_bytes < logits_bytes
 
 
+@pytest.mark.parametrize("form", ["full", "top_k"])
+def test_a_constant_weight_has_no_gradient_and_costs_none(form):
+    """The gradient of the states is the same. Caught: the option not looked at; the accumulator, in float32 beside a
+    bfloat16 weight, still carried over the chunks."""
+    case = Case("constant", 2, 8, (8, 8), (24, 24), 24, 4, 1.0, dtype="bfloat16")
+    arrays = _inputs(case)
+
+    def gradients(weight_gradient, implementation="xla"):
+        def loss(hidden, weight):
+            given = arrays | {"student_hidden": hidden, "student_weight": weight}
+            options = {"implementation": implementation, "weight_gradient": weight_gradient}
+            return _divergence(form, case, given, 0.3, **options).sum()
+
+        function = jax.grad(loss, argnums=(0, 1))
+        student = arrays["student_hidden"], arrays["student_weight"]
+        return function(*student), "f32[24,8]" in str(jax.make_jaxpr(function)(*student))
+
+    (hidden, weight), accumulates = gradients(True)
+    (hidden_alone, constant), accumulates_alone = gradients(False)
+    assert np.any(np.float32(weight)) and accumulates
+    assert not np.any(np.float32(constant)) and not accumulates_alone
+    np.testing.assert_array_equal(np.float32(hidden), np.float32(hidden_alone))
+    (_, constant), _ = gradients(False, "reference")
+    assert not np.any(np.float32(constant))
+
+
 @pytest.mark.parametrize(
     ("form", "changes", "options", "message"),
     [

@@ -143,6 +143,29 @@ def test_logits_of_all_tokens_never_exist():
     assert compiled.memory_analysis().temp_size_in_bytes < logits_bytes
 
 
+def test_a_constant_weight_has_no_gradient_and_costs_none():
+    """The gradient of the states is the same. Caught: the option not looked at; the accumulator, in float32 beside a
+    bfloat16 weight, still carried over the chunks."""
+    hidden, weight, tokens, mask = _inputs(Case("constant", 2, 8, 8, 24, 24, 4, 1.0, "bfloat16"))
+
+    def gradients(weight_gradient, implementation="xla"):
+        def loss(hidden, weight):
+            options = {"implementation": implementation, "weight_gradient": weight_gradient}
+            logprobs, entropy = token_logprobs(hidden, weight, tokens, mask, 1.0, chunk_tokens=4, **options)
+            return logprobs.sum() + entropy.sum()
+
+        function = jax.grad(loss, argnums=(0, 1))
+        return function(hidden, weight), "f32[24,8]" in str(jax.make_jaxpr(function)(hidden, weight))
+
+    (d_hidden, d_weight), accumulates = gradients(True)
+    (d_hidden_alone, constant), accumulates_alone = gradients(False)
+    assert np.any(np.float32(d_weight)) and accumulates
+    assert not np.any(np.float32(constant)) and not accumulates_alone
+    np.testing.assert_array_equal(np.float32(d_hidden), np.float32(d_hidden_alone))
+    (_, constant), _ = gradients(False, "reference")
+    assert not np.any(np.float32(constant))
+
+
 def test_wrong_inputs_are_named():
     hidden, weight, tokens, mask = _inputs(CASES[0])
     with pytest.raises(ValueError, match=r"mask must be bool"):

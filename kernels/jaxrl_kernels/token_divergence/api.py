@@ -31,12 +31,14 @@ def token_divergence(
     vocab_size=None,
     chunk_tokens=1024,
     mesh_axes=None,
+    weight_gradient=True,
     implementation="auto",
 ):
     """Divergence at each token of the distributions that it was drawn from, over the whole vocabulary.
 
     ``P[r, t] = softmax(student_hidden[r, t - 1] @ student_weight.T / temperature)``, and Q likewise the teacher's.
-    Differentiable in ``student_hidden`` and ``student_weight``. It is not multiplied by the temperature's square.
+    Differentiable in ``student_hidden`` and, with ``weight_gradient``, in ``student_weight``. It is not multiplied by
+    the temperature's square.
 
     Args:
       student_hidden: ``[R, T, D]``; values at masked places are never used, NaN included (the teacher's too).
@@ -50,6 +52,8 @@ def token_divergence(
         equally many and all count.
       chunk_tokens: number of tokens of all rows together whose logits exist at one time (both models').
       mesh_axes: ``(axes that split R, axis that splits V)``, as in `token_logprobs`.
+      weight_gradient: False takes ``student_weight`` as a constant: nothing of its size is computed in the backward
+        pass.
       implementation: ``auto`` (``xla``), ``xla`` or ``reference``.
 
     Returns:
@@ -73,7 +77,7 @@ def token_divergence(
     teacher = {"hidden": teacher_hidden, "weight": teacher_weight}
     return _call(
         student_hidden, student_weight, teacher, mask, temperature,
-        beta, vocab_size, min(rows), chunk_tokens, mesh_axes, implementation,
+        beta, vocab_size, min(rows), chunk_tokens, mesh_axes, weight_gradient, implementation,
     )  # fmt: skip
 
 
@@ -89,6 +93,7 @@ def top_k_divergence(
     vocab_size=None,
     chunk_tokens=1024,
     mesh_axes=None,
+    weight_gradient=True,
     implementation="auto",
 ):
     """The same from the teacher's most probable tokens alone, for a teacher whose logits are not here.
@@ -106,7 +111,7 @@ def top_k_divergence(
       teacher_logprobs: ``[R, T, k]``, nats, of the teacher's full distribution at the same temperature. Anything,
         -inf and NaN included, may stand where the candidate is absent or the token masked.
 
-    The rest is as in `token_divergence`; the gradient goes to ``student_hidden`` and ``student_weight``.
+    The rest is as in `token_divergence`, the gradient too.
     """
     if teacher_ids.ndim != 3 or teacher_ids.shape[:2] != student_hidden.shape[:2] or not teacher_ids.shape[2]:
         raise ValueError(
@@ -118,12 +123,13 @@ def top_k_divergence(
     teacher = {"ids": teacher_ids.astype(jnp.int32), "logprobs": teacher_logprobs.astype(jnp.float32)}
     return _call(
         student_hidden, student_weight, teacher, mask, temperature,
-        beta, vocab_size, student_weight.shape[0], chunk_tokens, mesh_axes, implementation,
+        beta, vocab_size, student_weight.shape[0], chunk_tokens, mesh_axes, weight_gradient, implementation,
     )  # fmt: skip
 
 
 def _call(
-    hidden, weight, teacher, mask, temperature, beta, vocab_size, most, chunk_tokens, mesh_axes, implementation
+    hidden, weight, teacher, mask, temperature,
+    beta, vocab_size, most, chunk_tokens, mesh_axes, weight_gradient, implementation,
 ):  # fmt: skip
     """Checks what both have in common. ``most`` is the largest vocabulary that the arrays allow."""
     if hidden.ndim != 3 or weight.ndim != 2 or hidden.shape[2] != weight.shape[1]:
@@ -147,5 +153,5 @@ def _call(
         raise ValueError(f"temperature must be a scalar or {mask.shape}; got {temperature.shape}")
     temperature = jnp.broadcast_to(temperature, mask.shape)
     teacher = jax.tree.map(jax.lax.stop_gradient, teacher)
-    options = (float(beta), vocab_size, chunk_tokens, mesh_axes)
+    options = (float(beta), vocab_size, chunk_tokens, weight_gradient, mesh_axes)
     return IMPLEMENTATIONS[name](hidden, weight, teacher, mask, temperature, options)

@@ -7,7 +7,8 @@ LEAST_TAIL = 1e-7
 
 
 def token_divergence_reference(hidden, weight, teacher, mask, temperature, options):
-    beta, vocab_size, _, _ = options
+    beta, vocab_size, _, weight_gradient, _ = options
+    weight = weight if weight_gradient else jax.lax.stop_gradient(weight)
     mask = mask & (jnp.arange(mask.shape[1]) > 0)[None, :]
     log_p = _log_probabilities(hidden, weight, mask, temperature, vocab_size)
     if "weight" in teacher:

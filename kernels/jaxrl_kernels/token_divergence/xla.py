@@ -10,7 +10,8 @@ the closed-form gradient. With the student's classes p, the teacher's q, and D a
 (terms of g that are a constant times p drop out of the second line, and are left out of the first). A class of several
 logits, the tail of the top-k form, spreads its g over them like the student spreads its mass.
 
-The gradient of the weight is added up over chunks in float32, whatever the dtype of the weight.
+The gradient of the weight is added up over chunks in float32, whatever the dtype of the weight; that of a constant
+weight is left out of the loop.
 """
 
 import functools
@@ -49,7 +50,8 @@ def _forward(hidden, weight, teacher, mask, temperature, options):
 
 def _backward(options, saved, cotangent):
     hidden, weight, teacher, mask, temperature = saved
-    mesh_axes, extra = options[-1], {"cotangent": cotangent}
+    weight_gradient, mesh_axes = options[-2:]
+    extra = {"cotangent": cotangent}
     weight = token_chunks.place(weight, mesh_axes, "vocabulary", None)
     chunks, num_used, restore, compare = _prepare(hidden, weight, teacher, mask, temperature, options, extra)
 
@@ -62,6 +64,8 @@ def _backward(options, saved, cotangent):
             scale = chunk["cotangent"].reshape(-1, 1) / jnp.where(counted, chunk["temperature"].reshape(-1, 1), 1.0)
             d_logits = jnp.where(counted, scale * d_logits, 0.0).astype(weight.dtype)
             d_hidden = jnp.einsum("nv,vd->nd", d_logits, weight).reshape(chunk["student"].shape)
+            if d_weight is None:
+                return d_hidden, None
             rows = chunk["student"].reshape(-1, hidden.shape[2])
             added = jnp.einsum("nv,nd->vd", d_logits, rows, preferred_element_type=jnp.float32)
             return d_hidden, d_weight + added
@@ -72,10 +76,11 @@ def _backward(options, saved, cotangent):
         d_hidden, d_weight = token_chunks.if_used(index < num_used, mesh_axes, compute, skip, d_weight)
         return (index + 1, d_weight), d_hidden
 
-    start = (jnp.int32(0), jnp.zeros(weight.shape, jnp.float32))
+    start = (jnp.int32(0), jnp.zeros(weight.shape, jnp.float32) if weight_gradient else None)
     (_, d_weight), d_hidden = jax.lax.scan(one, start, chunks)
     d_hidden = token_chunks.before_each(restore(d_hidden))
-    return d_hidden.astype(hidden.dtype), d_weight.astype(weight.dtype), None, None, None
+    d_weight = None if d_weight is None else d_weight.astype(weight.dtype)
+    return d_hidden.astype(hidden.dtype), d_weight, None, None, None
 
 
 token_divergence_xla.defvjp(_forward, _backward)
@@ -84,7 +89,7 @@ token_divergence_xla.defvjp(_forward, _backward)
 def _prepare(hidden, weight, teacher, mask, temperature, options, extra=None):
     """Chunks, how many are used, the way back, and ``compare``: a chunk's divergences ``[n]`` and their gradient
     ``[n, V]`` with respect to the student's tempered logits."""
-    beta, vocab_size, chunk_tokens, mesh_axes = options
+    beta, vocab_size, chunk_tokens, _, mesh_axes = options
     states = {"student": hidden}
     fields = {"temperature": temperature, **(extra or {})}
     if "weight" in teacher:
