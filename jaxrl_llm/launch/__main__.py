@@ -63,7 +63,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="GPUs of each, or simulated devices on a CPU; default: the machine's GPUs in equal parts, 1 on a CPU",
     )
     parser.add_argument(
-        "--tries", type=_positive, default=3, help="starts without a new checkpoint in between, at most; default: 3"
+        "--tries", type=_positive, default=3, help="failures without a new checkpoint in between, at most; default: 3"
     )
     parser.add_argument(
         "--grace-s",
@@ -73,10 +73,9 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         help="seconds between the request to end and SIGKILL, when another process has died; default: 10",
     )
     own, separator, others = _cut(arguments)
-    options = parser.parse_args(own)
-    if not separator:
+    if not separator and not {"-h", "--help"} & set(own):
         parser.error("the command line of jaxrl_llm.main stands behind --, for example -- --config configs/run.py")
-    return options, others
+    return parser.parse_args(own), others
 
 
 def _cut(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:

@@ -39,14 +39,15 @@ class Joining:
 
     Attributes:
       coordinator, processes, process: None where jax asks the cluster.
-      cluster: the name of jax's own method, or ``deactivate``.
+      cluster: the name of jax's own method, None for whichever finds something (Kubernetes has no name there), or
+        ``deactivate``.
       all_devices: this process takes every device that it sees, also where jax would take one by its local index.
     """
 
     coordinator: str | None = None
     processes: int | None = None
     process: int | None = None
-    cluster: str = "deactivate"
+    cluster: str | None = "deactivate"
     all_devices: bool = False
 
 
@@ -110,7 +111,7 @@ def _found(environment: Mapping[str, str]) -> Joining | None:
         return Joining(cluster="ompi", all_devices=alone or one_visible)
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:
         if importlib.util.find_spec("kubernetes") is not None:
-            return Joining(cluster="k8s")
+            return Joining(cluster=None)
         logger.warning(
             "This is an indexed Kubernetes job, but it runs by itself: nothing says how many processes there are. Set "
             "%s, %s and %s as launch/jobset.yaml does, or install the package kubernetes (and give the service "

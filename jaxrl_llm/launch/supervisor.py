@@ -46,8 +46,8 @@ class Supervisor:
       environments: what each process's environment has beside this one's.
       logs: the folder of ``process_<i>.log``, which hold what each writes to standard error; process 0's is shown here
         too, and its standard output is this program's.
-      progress: how far the run has come, any value: `tries` counts anew when it has changed since the start before.
-      tries: starts without such a change, at most.
+      progress: how far the run has come, any value.
+      tries: failures in a row, at most; one before which `progress` has changed is the first of a new row.
       grace_s: between the request to end and SIGKILL.
     """
 
