@@ -103,10 +103,12 @@ def _found(environment: Mapping[str, str]) -> Joining | None:
     if number("OMPI_COMM_WORLD_SIZE") > 1:
         alone = number("OMPI_COMM_WORLD_LOCAL_SIZE") == 1
         if "OMPI_MCA_orte_hnp_uri" not in environment:  # Open MPI 5 no longer says where rank 0 is
+            if importlib.util.find_spec("mpi4py") is not None:  # which asks rank 0 itself
+                return Joining(cluster="mpi4py", all_devices=alone or one_visible)
             raise UserError(
                 f"mpirun has started {environment['OMPI_COMM_WORLD_SIZE']} ranks, but this version of Open MPI does "
-                f"not tell where rank 0 is. Give each rank {COORDINATOR}=HOST:PORT (rank 0's machine), {PROCESSES}="
-                f"$OMPI_COMM_WORLD_SIZE and {PROCESS}=$OMPI_COMM_WORLD_RANK."
+                f"not tell where rank 0 is. Install mpi4py, or give each rank {COORDINATOR}=HOST:PORT (rank 0's "
+                f"machine), {PROCESSES}=$OMPI_COMM_WORLD_SIZE and {PROCESS}=$OMPI_COMM_WORLD_RANK."
             )
         return Joining(cluster="ompi", all_devices=alone or one_visible)
     if "KUBERNETES_SERVICE_HOST" in environment and "JOB_COMPLETION_INDEX" in environment:

@@ -53,10 +53,13 @@ def test_slurm():
     assert find(batch) is None
 
 
-def test_open_mpi():
+def test_open_mpi(monkeypatch: pytest.MonkeyPatch):
     assert find(MPI) == Joining(cluster="ompi")
     assert find({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}) == Joining(cluster="ompi", all_devices=True)
     newer = {name: value for name, value in MPI.items() if "orte" not in name}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert find(newer) == Joining(cluster="mpi4py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"JAXRL_PROCESS=\$OMPI_COMM_WORLD_RANK"):
         find(newer)
 

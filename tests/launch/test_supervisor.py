@@ -91,9 +91,7 @@ sys.exit(1)
 """
     supervisor = supervised(tmp_path, program, 1, tries=2, progress=lambda: len(list(tmp_path.glob("step_*"))))
     assert supervisor.run() == 1
-    assert (
-        tmp_path / "starts"
-    ).read_text() == "x" * 4  # three that got further, of which the last is the first of two failures
+    assert (tmp_path / "starts").read_text() == "x" * 4  # the third got further, so it is the first of two
 
 
 def test_sigterm_reaches_every_process_and_ends_the_run(tmp_path: pathlib.Path, capfd):
