@@ -17,6 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
+from jaxrl_llm import processes
 from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.errors import RunStopped, UserError
 
@@ -73,11 +74,13 @@ class Checkpoints:
         if step in self._manager.all_steps():
             return  # the same step is the same state
         metric = self.config.best_metric
+        # One may be measured (seconds, bytes), and all processes must keep the same checkpoints.
+        best = {metric: processes.from_first(metrics[metric])} if metric in metrics else None
         with self._written():
             self._manager.save(
                 step,
                 args=ocp.args.Composite(state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)),
-                metrics={metric: metrics[metric]} if metric in metrics else None,
+                metrics=best,
                 force=True,
             )
 

@@ -323,6 +323,22 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProcessesConfig:
+    """How the processes of a run find each other; how many there are, the command line or the cluster says."""
+
+    heartbeat_s: int = option(
+        60,
+        "A process that the others have not heard of for so long is taken for dead, and they end.",
+        low=5,
+        high=86400,
+        unit="s",
+    )
+    join_timeout_s: int = option(
+        300, "How long the first process to start waits for the last one.", low=1, high=86400, unit="s"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class HybridEngineConfig:
     """How parameters move between the training and the generation layout."""
 
@@ -410,6 +426,13 @@ class RunConfig:
         choices=("auto", "float32", "bfloat16"),
     )
     log_level: str = option("info", "What is printed.", choices=("debug", "info", "warning", "error"))
+    watchdog_s: float = option(
+        600.0,
+        "After so long without a sign of progress every process prints the phase it is in and what its threads are "
+        "doing, again and again while it lasts; it ends nothing. 0 is off.",
+        low=0.0,
+        unit="s",
+    )
     profile_steps: tuple[int, ...] = option(
         (), "Steps, counted from 1, whose profile is written to WORKDIR/profile; see the README.", low=1
     )
@@ -429,6 +452,7 @@ class RunConfig:
     reward_model: RewardModelConfig = option(RewardModelConfig, "")
     reward_runner: RewardRunnerConfig = option(RewardRunnerConfig, "")
     mesh: MeshConfig = option(MeshConfig, "")
+    processes: ProcessesConfig = option(ProcessesConfig, "")
     hybrid_engine: HybridEngineConfig = option(HybridEngineConfig, "")
     checkpoint: CheckpointConfig = option(CheckpointConfig, "")
     eval: EvalConfig = option(EvalConfig, "")

@@ -9,6 +9,9 @@ A configuration is a Python file (`config.py` says how to write one); ``--config
 lives in its work folder: the same command goes on where it was, and eval, generate and export use its newest
 checkpoint. From here, read `trainer.py`, then what it calls.
 
+A run of several processes is this command once a process, started by `python -m jaxrl_llm.launch`, srun, mpirun or a
+JobSet (`launch/joining.py`).
+
 Exit codes: 0 done · 2 bad input · 3 the run stopped itself (a check failed) · 75 ended by SIGTERM after saving ·
 130 interrupted by Ctrl-C.
 """
@@ -17,11 +20,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import pathlib
 import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.errors import (
     EXIT_PREEMPTED,
@@ -44,6 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: the command line without the program's name; None takes the process's own.
     """
     own_process = arguments is None
+    code = _run_and_explain(arguments, own_process)
+    if own_process and code:
+        from jaxrl_llm.launch.joining import leave
+
+        leave(code)
+    return code
+
+
+def _run_and_explain(arguments: Sequence[str] | None, own_process: bool) -> int:
     if arguments is None:
         from jaxrl_llm.allocator import restart_with_huge_pages
 
@@ -65,6 +79,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
+    except Exception:
+        from jaxrl_llm import processes
+
+        if not own_process or processes.count() == 1:
+            raise
+        traceback.print_exc()
+        return 1
     return 0
 
 
@@ -86,19 +107,27 @@ def run(arguments: Sequence[str]) -> None:
         return
 
     from jaxrl_llm.config import resolve
+    from jaxrl_llm.launch.joining import find, join
 
     config = resolve(read_config(options.config, overrides), training=options.command == "train")
     require_inputs(config, options)
+    joining = find(os.environ, options.coordinator, options.processes, options.process)
 
+    from jaxrl_llm import processes
     from jaxrl_llm.compilation_cache import enable_compilation_cache
     from jaxrl_llm.observability.logs import show_logs
+    from jaxrl_llm.observability.watchdog import Watchdog
     from jaxrl_llm.trainer import Trainer
 
     show_logs(config.log_level)
     enable_compilation_cache()
     workdir = options.workdir or default_workdir(options.config)
-    trainer = Trainer(config, workdir, read_only=options.command != "train")
-    COMMANDS[options.command](trainer, options)
+    with Watchdog(config.watchdog_s):
+        join(joining, heartbeat_s=config.processes.heartbeat_s, join_timeout_s=config.processes.join_timeout_s)
+        if not processes.is_first():
+            show_logs("warning")
+        trainer = Trainer(config, workdir, read_only=options.command != "train")
+        COMMANDS[options.command](trainer, options)
 
 
 def train(trainer: Trainer, options: argparse.Namespace) -> None:
@@ -109,7 +138,7 @@ def train(trainer: Trainer, options: argparse.Namespace) -> None:
 def evaluate(trainer: Trainer, options: argparse.Namespace) -> None:
     """Prints the metrics of the evaluation rows as JSON."""
     restore_or_say(trainer)
-    print(json.dumps(trainer.evaluate(), indent=2))
+    say(json.dumps(trainer.evaluate(), indent=2))
     trainer.close()
 
 
@@ -118,12 +147,12 @@ def generate(trainer: Trainer, options: argparse.Namespace) -> None:
     restore_or_say(trainer)
     prompts = read_prompts(options)
     if options.stream:
-        trainer.generate(prompts, on_text=lambda prompt, sample, text: print(text, end="", flush=True))
-        print()
+        trainer.generate(prompts, on_text=lambda prompt, sample, text: say(text, end="", flush=True))
+        say()
         trainer.close()
         return
     for prompt, completions in zip(prompts, trainer.generate(prompts), strict=True):
-        print(json.dumps({"prompt": prompt, "completions": completions}, ensure_ascii=False))
+        say(json.dumps({"prompt": prompt, "completions": completions}, ensure_ascii=False))
     trainer.close()
 
 
@@ -132,7 +161,15 @@ def export(trainer: Trainer, options: argparse.Namespace) -> None:
     restore_or_say(trainer)
     trainer.export(options.output, overwrite=options.overwrite)
     trainer.close()
-    print(options.output)
+    say(options.output)
+
+
+def say(*values: Any, **how: Any) -> None:
+    """`print`, by one process of several."""
+    from jaxrl_llm import processes
+
+    if processes.is_first():
+        print(*values, **how)
 
 
 COMMANDS: dict[str, Callable[[Trainer, argparse.Namespace], None]] = {
@@ -156,6 +193,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--stream", action="store_true", help="generate: print the text of one completion as it grows")
     parser.add_argument("--output", type=_path, help="export: the folder to write")
     parser.add_argument("--overwrite", action="store_true", help="export: replace what the folder holds")
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no cluster says it")
+    parser.add_argument("--processes", type=int, help="how many processes the run has, with --coordinator")
+    parser.add_argument("--process", type=int, help="which of them this is, from 0, with --coordinator")
     parser.add_argument("--help_options", action="store_true", help="list every option of a configuration and exit")
     options = parser.parse_args(arguments)
     if not options.config and not options.help_options:
@@ -224,7 +264,7 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
 def restore_or_say(trainer: Trainer) -> None:
     """Takes the newest checkpoint of the work folder; says so where there is none, since that changes the answer."""
     if not trainer.restore():
-        print("note: no checkpoint in the work folder; this is the model before training", file=sys.stderr)
+        say("note: no checkpoint in the work folder; this is the model before training", file=sys.stderr)
 
 
 def print_options() -> None:

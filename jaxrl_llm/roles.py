@@ -23,7 +23,7 @@ from clu import parameter_overview
 from jax.sharding import Mesh
 
 from jaxrl_llm import optimizer as optimizers
-from jaxrl_llm import update
+from jaxrl_llm import processes, update
 from jaxrl_llm.algorithms.interface import Algorithm, Role
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import RunConfig, longest_sequence
@@ -120,7 +120,7 @@ class RoleBuilder:
             self.config.model.path or "from scratch",
             parameter_overview.count_parameters(self.start),
         )
-        logger.debug(parameter_overview.get_parameter_overview(self.start))
+        logger.debug(parameter_overview.get_parameter_overview(self.start, include_stats="sharding"))
         roles = self.algorithm.roles(self.options)
         main = self.algorithm.main_role(self.options)
         if self.read_only:
@@ -237,7 +237,8 @@ class RoleBuilder:
                 model.architecture, key, mesh=self.mesh, layout=TRAINING, vocab_multiple=self.multiple
             )
             return decoder, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        return load_model(model.path, mesh=self.mesh, layout=TRAINING, dtype=dtype, vocab_multiple=self.multiple)
+        with processes.agreement():  # each process reads the files itself
+            return load_model(model.path, mesh=self.mesh, layout=TRAINING, dtype=dtype, vocab_multiple=self.multiple)
 
     def _load(self, path: str, dtype: Any, role: Role) -> tuple[Decoder, Params]:
         if role.head == "tokens" and pathlib.Path(path, "checkpoints").is_dir():
@@ -264,7 +265,8 @@ class RoleBuilder:
             return self.decoder, params
         where: Any = {"mesh": self.mesh, "layout": TRAINING, "dtype": dtype, "vocab_multiple": self.multiple}
         load = functools.partial(load_classifier, new_head=True) if role.head == "values" else load_model
-        decoder, params = load(path, **where)
+        with processes.agreement():
+            decoder, params = load(path, **where)
         if decoder.config.vocab_size != self.decoder.config.vocab_size:
             raise UserError(
                 f"{role.section}.path = {path!r} has {decoder.config.vocab_size} vocabulary rows and the policy "

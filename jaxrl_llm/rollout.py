@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxrl_llm import processes
 from jaxrl_llm.config import REWARD_MODEL, RunConfig, longest_sequence
 from jaxrl_llm.decoding.engine import Engine, OnText
 from jaxrl_llm.decoding.request import Request, SamplingParams, sample_seeds
@@ -20,6 +21,7 @@ from jaxrl_llm.errors import RunStopped
 from jaxrl_llm.hybrid_engine import HybridEngine
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.observability.timing import PhaseTimer
+from jaxrl_llm.observability.watchdog import seen
 from jaxrl_llm.rewards.combine import RewardResult, weighted_sum
 from jaxrl_llm.rewards.model_scorer import ModelScorer
 from jaxrl_llm.rewards.pool import RewardRunner
@@ -72,7 +74,7 @@ class Rollout:
 
     @functools.cached_property
     def reward_runner(self) -> RewardRunner:
-        return self._make_scorer()
+        return processes.together(self._make_scorer)
 
     @functools.cached_property
     def reward_model(self) -> ModelScorer:
@@ -133,7 +135,7 @@ class Rollout:
         with timer("layout"):
             generation_params = self.hybrid_engine.to_generation(params)
         with timer("generation"):
-            return self.engine.generate(generation_params, requests, on_text=on_text)
+            return self.engine.generate(generation_params, requests, on_text=on_text, progress=_tell_watchdog)
 
     def rollouts(
         self,
@@ -229,6 +231,10 @@ class Rollout:
         runner = self.__dict__.pop("reward_runner", None)
         if runner is not None:
             runner.close()
+
+
+def _tell_watchdog(finished: int, of: int) -> None:
+    seen()
 
 
 def _prompt_key(example: Example, draw: int) -> int:

@@ -1,7 +1,8 @@
 """The spine: prompts -> rollouts -> rewards -> batch -> state. `Trainer.train` is the loop; read it first.
 
 The controller is ordinary host Python and runs identically on every process: what steers device work is
-computed from values that all processes share.
+computed from values that all processes share, and what only one of them may meet (a signal, a full disk, an error in
+a reward) is exchanged first (`processes.py`).
 """
 
 from __future__ import annotations
@@ -10,27 +11,28 @@ import contextlib
 import dataclasses
 import functools
 import importlib.metadata
+import json
 import logging
 import pathlib
 import signal
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import evaluate, packing, update
+from jaxrl_llm import evaluate, packing, processes, update
 from jaxrl_llm.algorithms import find_algorithm
 from jaxrl_llm.algorithms.interface import Sequences, by_role
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.data.dataset import PromptData
-from jaxrl_llm.data.examples import load_examples
+from jaxrl_llm.data.examples import fingerprint, load_examples
 from jaxrl_llm.data.prompts import encode_all, require_eos
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.engine import OnText
@@ -42,13 +44,15 @@ from jaxrl_llm.models.registry import config_from_hf
 from jaxrl_llm.observability.profile import step_profile
 from jaxrl_llm.observability.run_log import RunLog
 from jaxrl_llm.observability.timing import PhaseTimer
+from jaxrl_llm.observability.watchdog import seen
+from jaxrl_llm.options import to_dict
 from jaxrl_llm.rewards.pool import RewardRunner
 from jaxrl_llm.roles import RoleBuilder, mean_or_max, pack_lengths
 from jaxrl_llm.rollout import EVALUATION_STREAM, Rollout
 from jaxrl_llm.sharding import batch_shards, make_mesh
 from jaxrl_llm.types import Completion, Example, Rollouts
 from jaxrl_llm.update import RoleState
-from jaxrl_llm.workdir import Workdir
+from jaxrl_llm.workdir import CONFIG_FILE, Workdir
 
 logger = logging.getLogger(__name__)
 
@@ -79,31 +83,12 @@ class Trainer:
         self.mesh = make_mesh(config.mesh, devices)
         self.config = config = configs.with_mesh(config, self.mesh.size)
         self.read_only = read_only
-        self.algorithm = find_algorithm(config.algorithm.name)
-        self.options = config.algorithm.options
-
-        # Before the tokenizer, whose library reads config.json too and says less of what is wrong in it.
-        model = config.model
-        shape = (
-            config_from_hf(model.architecture, "model.architecture") if model.architecture else load_config(model.path)
-        )
-        self.tokenizer = load_tokenizer(config.tokenizer.path) if tokenizer is None else tokenizer
-        self.data = self._open_data() if config.data.train and not read_only else None
-        self.eval_examples = self._read_eval_examples() if config.data.eval else []
-        self.total_steps = (
-            configs.step_counts(config, self.data.num_rows).total_steps if self.data else config.num_steps
-        )
-        configs.check_against_model(config, shape, self.tokenizer)
-        if config.profile_steps and workdir is None and not read_only:
-            raise UserError(
-                f"profile_steps = {config.profile_steps}: profiles are written to the run's folder, and there is none. "
-                "Give a --workdir (workdir=… in Python), or leave profile_steps empty."
-            )
-        # Every check that needs no weights has passed: only now is the folder taken and memory used.
-        self.workdir = None if workdir is None or read_only else Workdir(workdir, config)
-        self._scorer = functools.partial(RewardRunner, config.rewards, config.reward_runner, extra=rewards)
-        if config.rewards and self.algorithm.generates and not read_only:
-            self._scorer().close()  # a reward that can't be found or started is an error now, not after a rollout
+        with processes.agreement():
+            self._read_inputs(workdir, rewards, tokenizer)
+        if processes.count() > 1:
+            processes.require_equal(self._identity())
+            with processes.agreement():
+                self._require_shared(workdir)
         self.dtype = _compute_dtype(config.dtype, self.mesh)
         self.checkpoints = None
         if workdir is not None and (not read_only or pathlib.Path(workdir, "checkpoints").is_dir()):
@@ -134,6 +119,42 @@ class Trainer:
         self.log = RunLog(None if self.workdir is None else self.workdir.path)
         self._preempted = threading.Event()
 
+    def _read_inputs(
+        self,
+        workdir: pathlib.Path | str | None,
+        rewards: dict[str, Callable[..., Any]] | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+    ) -> None:
+        """Everything that needs no weights and no device: reads and checks it, then claims the folder."""
+        config, read_only = self.config, self.read_only
+        self.algorithm = find_algorithm(config.algorithm.name)
+        self.options = config.algorithm.options
+
+        # Before the tokenizer, whose library reads config.json too and says less of what is wrong in it.
+        model = config.model
+        shape = (
+            config_from_hf(model.architecture, "model.architecture") if model.architecture else load_config(model.path)
+        )
+        self.tokenizer = load_tokenizer(config.tokenizer.path) if tokenizer is None else tokenizer
+        self.data = self._open_data() if config.data.train and not read_only else None
+        self.eval_examples = self._read_eval_examples() if config.data.eval else []
+        self.total_steps = (
+            configs.step_counts(config, self.data.num_rows).total_steps if self.data else config.num_steps
+        )
+        configs.check_against_model(config, shape, self.tokenizer)
+        if config.profile_steps and workdir is None and not read_only:
+            raise UserError(
+                f"profile_steps = {config.profile_steps}: profiles are written to the run's folder, and there is none. "
+                "Give a --workdir (workdir=… in Python), or leave profile_steps empty."
+            )
+        # Every check that needs no weights has passed: only now is the folder taken and memory used.
+        self.workdir = None
+        if workdir is not None and not read_only and processes.is_first():
+            self.workdir = Workdir(workdir, config)
+        self._scorer = functools.partial(RewardRunner, config.rewards, config.reward_runner, extra=rewards)
+        if config.rewards and self.algorithm.generates and not read_only:
+            self._scorer().close()  # a reward that can't be found or started is an error now, not after a rollout
+
     # --- the loop ---------------------------------------------------------------------------------------------
 
     def train(self) -> dict[str, float]:
@@ -162,7 +183,8 @@ class Trainer:
         ):
             if self.step_index == 0 and self.config.eval.before:
                 self._evaluate(metrics)
-                self.log.write(0, metrics)
+                with processes.agreement():
+                    self.log.write(0, metrics)
             logger.info("the first step compiles its programs, which takes longer than the steps after it")
             while self.step_index < self.total_steps:
                 examples = next(self.data)
@@ -170,8 +192,7 @@ class Trainer:
                 last = self.step_index == self.total_steps
                 if _due(self.config.eval.every_steps, self.step_index) or (last and self.config.eval.after):
                     self._evaluate(metrics)
-                self.log.write(self.step_index, metrics, rollouts)
-                stop = self._agree(self._preempted.is_set())
+                stop = self._write_and_ask(metrics, rollouts)
                 if (
                     stop
                     or _due(self.config.checkpoint.every_steps, self.step_index)
@@ -182,6 +203,15 @@ class Trainer:
                     raise Preempted(f"Saved after step {self.step_index} of {self.total_steps}.")
         self.log.summary(self.total_steps)
         return metrics
+
+    def _write_and_ask(self, metrics: dict[str, float], rollouts: Rollouts) -> bool:
+        """Writes the step's lines; whether any process was asked to end."""
+
+        def tell() -> bool:
+            self.log.write(self.step_index, metrics, rollouts)
+            return self._preempted.is_set()
+
+        return any(processes.exchange(tell))
 
     def step(self, examples: Sequence[Example]) -> tuple[dict[str, float], Rollouts]:
         """One step on any number of prompts: generate, score, learn.
@@ -303,14 +333,14 @@ class Trainer:
         """Adds the evaluation's metrics; if it fails, what was learned so far is saved before the error goes on."""
         if not self.eval_examples:
             return
-        done = False
         logger.info("evaluating %d prompts", len(self.eval_examples))
         try:
             metrics |= self.evaluate()
-            done = True
-        finally:
-            if not done and self.step_index:
+        except BaseException as error:
+            # Of several processes all must save; an error of another kind may have come to this one alone.
+            if self.step_index and (processes.count() == 1 or isinstance(error, UserError | RunStopped)):
                 self.save(metrics)
+            raise
 
     def complete(self, prompts: Sequence[Any], on_text: OnText | None = None) -> list[list[Completion]]:
         """`rollout.samples_per_prompt` completions of each prompt, by the rollout's sampling options.
@@ -382,6 +412,7 @@ class Trainer:
         """Starts saving everything that defines the next step."""
         if self.checkpoints is None:
             return
+        seen("checkpoint")
         host = {
             "data": self.data.state() if self.data else None,
             "memory": self.memory,
@@ -454,11 +485,22 @@ class Trainer:
         )
         return examples[: self.config.eval.max_rows] if self.config.eval.max_rows else examples
 
-    def _agree(self, flag: bool) -> bool:
-        """True on every process if it is on any: what steers device work must be the same everywhere."""
-        if jax.process_count() == 1:
-            return flag
-        return bool(multihost_utils.process_allgather(np.array(flag)).any())
+    def _require_shared(self, workdir: pathlib.Path | str | None) -> None:
+        if workdir is not None and not self.read_only and not pathlib.Path(workdir, CONFIG_FILE).exists():
+            raise UserError(
+                f"--workdir={workdir}: process 0 has written {CONFIG_FILE} there, and this process does not see it. "
+                "Checkpoints are written by all processes of a run: choose a folder on a file system that they share."
+            )
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same on all processes of a run."""
+        config = json.dumps(to_dict(self.config), sort_keys=True, default=str)
+        return {
+            "the configuration": zlib.crc32(config.encode()),
+            "the rows of data.train": self.data.fingerprint() if self.data else 0,
+            "the rows of data.eval": fingerprint(self.eval_examples),
+            "the versions of jaxrl_llm and jax": [importlib.metadata.version(name) for name in ("jaxrl-llm", "jax")],
+        }
 
     @contextlib.contextmanager
     def _sigterm(self) -> Iterator[None]:

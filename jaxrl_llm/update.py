@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.token_divergence.api import token_divergence, top_k_divergence
 from jaxrl_llm import optimizer as optimizers
+from jaxrl_llm import processes
 from jaxrl_llm.algorithms.interface import Algorithm, Divergence, Objective
 from jaxrl_llm.models.arrangement import merge_trees
 from jaxrl_llm.models.decoder import Decoder
@@ -147,6 +148,8 @@ def predicting(hidden: Float[Array, "R T D"], rows: Rows) -> Float[Array, "R T D
 def put_rows(batch: MiniBatch, mesh: Mesh) -> Rows:
     """The rows on the devices, split over the batch axes: one transfer a field."""
     sharding = batch_sharding(mesh, ndim=3, row_dimension=1)
+    if processes.count() > 1:
+        return jax.tree.map(lambda field: processes.put(field, sharding), batch.rows)
     return jax.device_put(batch.rows, sharding)
 
 

@@ -22,6 +22,8 @@ FREE_TO_CHANGE = (
     "num_steps",
     "data.num_epochs",
     "log_level",
+    "watchdog_s",
+    "processes.",
     "profile_steps",
     "model.remat",
     "model.layers",

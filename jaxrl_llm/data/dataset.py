@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import DataConfig
 from jaxrl_llm.data.columns import Kind
-from jaxrl_llm.data.examples import load_examples
+from jaxrl_llm.data.examples import fingerprint, load_examples
 from jaxrl_llm.data.order import epoch_order
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Example
@@ -95,6 +95,10 @@ class PromptData:
     def steps_per_epoch(self) -> int:
         """Full batches in one pass; the rows left over wait for the next epoch's order."""
         return self.num_rows // self._batch_size
+
+    def fingerprint(self) -> int:
+        """Of the rows and their order in the file; the same where they are."""
+        return fingerprint(self._examples)
 
     def __iter__(self) -> PromptData:
         return self

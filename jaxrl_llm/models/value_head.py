@@ -44,9 +44,10 @@ def value_axes(decoder: Decoder) -> Params:
 def add_value_head(decoder: Decoder, params: Params) -> Params:
     """A decoder's parameters with a new head, in their dtype; the other arrays are shared with ``params``."""
     embedding = params["embed"]["weight"]
-    weight = jnp.zeros((decoder.config.hidden_size,), embedding.dtype)
+    whole = None
     if not isinstance(embedding, Tracer) and isinstance(embedding.sharding, NamedSharding):
-        weight = jax.device_put(weight, NamedSharding(embedding.sharding.mesh, PartitionSpec()))
+        whole = NamedSharding(embedding.sharding.mesh, PartitionSpec())
+    weight = jnp.zeros((decoder.config.hidden_size,), embedding.dtype, device=whole)
     return {**_body(params), "value_head": {"weight": weight}}
 
 

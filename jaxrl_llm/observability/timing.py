@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 
 import jax
 
+from jaxrl_llm.observability.watchdog import seen
+
 
 class PhaseTimer:
     """Seconds of the phases of one step, which never overlap: an inner phase pauses the outer one.
@@ -40,12 +42,14 @@ class PhaseTimer:
         """Counts the time inside to ``phase``; entering the same phase again adds to it."""
         self._switch()
         self._running.append(phase)
+        seen(phase)
         try:
             with jax.profiler.TraceAnnotation(phase):
                 yield
         finally:
             self._switch()
             self._running.pop()
+            seen(self._running[-1] if self._running else f"after {phase}")
 
     def metrics(self) -> dict[str, float]:
         """``time/<phase>_s`` of each phase, ``time/step_s`` since the timer was made, ``time/other_s`` the rest."""

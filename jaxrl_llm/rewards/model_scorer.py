@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxrl_llm import processes
 from jaxrl_llm.data.columns import Messages
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.buckets import growing
@@ -197,7 +198,7 @@ class ModelScorer:
         arrays = (tokens, types, lengths)
         if self._mesh is None:
             return self._scores(self._params, *jax.device_put(arrays))
-        placed = [jax.device_put(array, batch_sharding(self._mesh, array.ndim)) for array in arrays]
+        placed = [processes.put(array, batch_sharding(self._mesh, array.ndim)) for array in arrays]
         with jax.set_mesh(self._mesh):
             return self._scores(self._params, *placed)
 

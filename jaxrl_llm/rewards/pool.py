@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
+from jaxrl_llm import processes
 from jaxrl_llm.config import RewardConfig, RewardRunnerConfig
 from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.rewards.combine import RewardResult, weighted_sum
@@ -100,6 +101,8 @@ class RewardRunner:
     ) -> RewardResult:
         """Scores N samples. Takes at most ``timeout_s`` for each call that hangs, divided among the workers.
 
+        In a run of several processes each must make the same call: each scores its part, and all get all scores.
+
         Raises:
           RunStopped: every score of every reward failed, or none applied, under ``on_all_failed = 'stop'``.
           UserError: a row's metadata can't be sent to a worker.
@@ -110,19 +113,24 @@ class RewardRunner:
             [index, 0, *fields]
             for index, fields in enumerate(zip(prompts, completions, answers, metadata, strict=True))
         ]
-        batch = _Batch(list(self.weights), len(tasks))
-        with self._lock:
-            try:
-                self._run(tasks, batch)
-            finally:  # after an error or an interrupt, what a worker still says must not reach the next batch
-                for worker in [w for w in self._workers if w.tasks]:
-                    self._restart(worker)
+        batch = _Batch.joined(processes.exchange(lambda: self._score_share(tasks)))
         components = batch.components(self._settings.failure_score)
         result = RewardResult(
             weighted_sum(components, self.weights), components, int(batch.failed.sum()), list(batch.messages)
         )
         self._check(batch, result)
         return result
+
+    def _score_share(self, tasks: list[list[Any]]) -> _Batch:
+        """The scores of this process's part of the samples; the others have none."""
+        batch = _Batch(list(self.weights), len(tasks))
+        with self._lock:
+            try:
+                self._run([tasks[sample] for sample in processes.share(len(tasks))], batch)
+            finally:  # after an error or an interrupt, what a worker still says must not reach the next batch
+                for worker in [w for w in self._workers if w.tasks]:
+                    self._restart(worker)
+        return batch
 
     def _run(self, tasks: list[list[Any]], batch: _Batch) -> None:
         queue = deque(tasks)
@@ -269,6 +277,19 @@ class _Batch:
             name = f"{self.names[reward]}/{part}"
             column = self.parts.setdefault(name, np.full(len(self.scores), np.nan, np.float32))
             column[sample] = value
+
+    @classmethod
+    def joined(cls, batches: Sequence[_Batch]) -> _Batch:
+        """Batches of which each has scores of other samples, as one."""
+        first, *others = batches
+        for other in others:
+            first.failed |= other.failed
+            first.scores = np.where(np.isnan(first.scores), other.scores, first.scores)
+            for name, column in other.parts.items():
+                known = first.parts.get(name, column)
+                first.parts[name] = np.where(np.isnan(known), column, known)
+            first.messages |= dict.fromkeys(list(other.messages)[: max(MAX_MESSAGES - len(first.messages), 0)])
+        return first
 
     def components(self, failure_score: float) -> dict[str, np.ndarray]:
         scores = np.where(self.failed, np.float32(failure_score), self.scores)

@@ -1,0 +1,167 @@
+"""What the processes of one run tell each other, so that all of them decide alike.
+
+Every process runs the same host program, so a decision that only one of them takes (an error in a reward, a signal, a
+full disk) would leave the others waiting in their next collective. Such things are exchanged here first. Only host
+work may stand in these functions: where device work of several processes is inside, the others don't come to the
+exchange. A run of one process exchanges nothing, and starts no device for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from jaxrl_llm.errors import RunStopped, UserError
+
+if TYPE_CHECKING:
+    import jax
+
+T = TypeVar("T")
+
+SMALLEST_MESSAGE = 1024  # bytes; longer ones are padded to powers of two, so that few programs are compiled
+
+
+def count() -> int:
+    """How many processes the run has."""
+    jax = _joined_jax()
+    return 1 if jax is None else jax.process_count()
+
+
+def index() -> int:
+    """Which of them this is, from 0."""
+    jax = _joined_jax()
+    return 0 if jax is None else jax.process_index()
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes files and prints results."""
+    return index() == 0
+
+
+def share(size: int) -> range:
+    """This process's part of ``size`` items: the parts follow each other, cover all, and differ by at most one item."""
+    return range(size * index() // count(), size * (index() + 1) // count())
+
+
+def exchange(work: Callable[[], T]) -> list[T]:
+    """What ``work`` returns on each process, by process, to all of them; a value that can be pickled.
+
+    Raises:
+      Exception: what ``work`` raised here, or what it raised elsewhere: UserError and RunStopped as such, anything else
+        as a RuntimeError. So either all processes go on or none does.
+    """
+    if count() == 1:
+        return [work()]
+    own: Exception | None = None
+    try:
+        message = pickle.dumps((None, work()))
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
+        own = error
+        message = pickle.dumps((_told(error), None))
+    found = [pickle.loads(one) for one in _gather(message)]
+    if own is not None:
+        raise own
+    for process, (problem, _) in enumerate(found):
+        if problem is not None:
+            kind, text = problem
+            raise kind(f"Process {process}: {text}")
+    return [value for _, value in found]
+
+
+@contextlib.contextmanager
+def agreement() -> Iterator[None]:
+    """An error inside, on any process, is raised on all of them where they leave the block; see `exchange`."""
+    own: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        if count() == 1:
+            raise
+        own = error
+
+    def outcome() -> None:
+        if own is not None:
+            raise own
+
+    exchange(outcome)
+
+
+def together(work: Callable[[], T]) -> T:
+    """What ``work`` returns here, once it has succeeded on every process."""
+    with agreement():
+        value = work()
+    return value
+
+
+def any_of(flag: bool) -> bool:
+    """Whether the flag is set on any process."""
+    return any(exchange(lambda: flag))
+
+
+def from_first(value: T) -> T:
+    """Process 0's value, to all: for what is measured (seconds, bytes) and then decides something."""
+    return exchange(lambda: value)[0]
+
+
+def require_equal(values: Mapping[str, Any]) -> None:
+    """Refuses processes that were given different things.
+
+    Args:
+      values: by what the error calls them; comparable and short (of something long, a digest).
+
+    Raises:
+      UserError: on all processes, where one has another value than process 0.
+    """
+    found = exchange(lambda: dict(values))
+    for process, other in enumerate(found):
+        different = [name for name, value in found[0].items() if other.get(name) != value]
+        if different:
+            raise UserError(
+                f"Process {process} of {len(found)} differs from process 0 in {', '.join(different)}. All processes of "
+                "a run need the same command line, code, and files: start them by one command, on a shared file system."
+            )
+
+
+def put(array: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array that every process has in full, to the devices of all: each gives its devices their part.
+
+    `jax.device_put` would first compare all of it between the processes.
+    """
+    import jax
+
+    if count() == 1:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_callback(array.shape, sharding, lambda place: array[place])
+
+
+def _joined_jax() -> Any:
+    """The module, if it is one of several processes: a program that never needed jax does not load it here."""
+    jax = sys.modules.get("jax")
+    return jax if jax is not None and jax.distributed.is_initialized() else None
+
+
+def _told(error: Exception) -> tuple[type[Exception], str]:
+    for kind in (UserError, RunStopped):
+        if isinstance(error, kind):
+            return kind, str(error)
+    return RuntimeError, f"{type(error).__name__}: {error}"
+
+
+def _gather(message: bytes) -> list[bytes]:
+    """Every process's message."""
+    from jax.experimental import multihost_utils
+
+    sizes = multihost_utils.process_allgather(np.int32(len(message)))
+    padded = np.zeros(_padded_size(int(sizes.max())), np.uint8)
+    padded[: len(message)] = np.frombuffer(message, np.uint8)
+    found = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes() for row, size in zip(found, sizes.tolist(), strict=True)]
+
+
+def _padded_size(size: int) -> int:
+    return max(SMALLEST_MESSAGE, 1 << (size - 1).bit_length())

@@ -1,0 +1,88 @@
+"""What each of two processes runs in `test_several_processes.py`: it ends with code 3 if all is as it should be."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+
+from jaxrl_llm import processes
+from jaxrl_llm.config import RewardConfig, RewardRunnerConfig
+from jaxrl_llm.errors import RunStopped, UserError
+from jaxrl_llm.launch.joining import find, join, leave
+
+
+def raised(work) -> tuple[str, str]:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def fail(error: Exception, where: int) -> None:
+    with processes.agreement():
+        if processes.index() == where:
+            raise error
+
+
+def main() -> None:
+    join(find(os.environ), heartbeat_s=10, join_timeout_s=60)
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from jaxrl_llm.rewards.pool import RewardRunner
+
+    me = processes.index()
+    assert (processes.count(), me, len(jax.devices())) == (2, int(os.environ["JAXRL_PROCESS"]), 2)
+
+    parts = processes.exchange(lambda: list(processes.share(5)))
+    assert parts == [[0, 1], [2, 3, 4]]
+    assert processes.exchange(lambda: "x" * (5000 * me + 1)) == ["x", "x" * 5001]
+    assert processes.from_first(me) == 0 and processes.any_of(me == 1) and not processes.any_of(False)
+
+    expected = ("UserError", "no such file") if me == 1 else ("UserError", "Process 1: no such file")
+    assert raised(lambda: fail(UserError("no such file"), where=1)) == expected
+    expected = ("KeyError", "'row'") if me == 0 else ("RuntimeError", "Process 0: KeyError: 'row'")
+    assert raised(lambda: fail(KeyError("row"), where=0)) == expected
+    name, text = raised(lambda: processes.require_equal({"the configuration": me, "the code": 1}))
+    assert name == "UserError" and "Process 1 of 2 differs from process 0 in the configuration." in text
+
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), PartitionSpec("d"))
+    placed = processes.put(np.arange(4, dtype=np.int32), sharding)
+    assert [shard.data.tolist() for shard in placed.addressable_shards] == [[[0, 1], [2, 3]][me]]
+
+    def reward(prompt, completion, answer):
+        if completion == "broken":
+            raise ValueError(f"in process {os.environ['JAXRL_PROCESS']}")
+        return int(os.environ["JAXRL_PROCESS"]) + 10 * len(completion)
+
+    settings = RewardRunnerConfig(num_workers=1, failure_score=-1.0)
+    with RewardRunner({"r": RewardConfig()}, settings, extra={"r": reward}) as runner:
+        scored = runner.score([""] * 4, ["a", "broken", "", "ccc"], [None] * 4, [{}] * 4)
+        assert scored.total.tolist() == [10, -1, 1, 31] and scored.failures == 1  # two samples each
+        assert "in process 0" in scored.failure_messages[0]
+        # Every score of process 0 failed, but not every score.
+        assert runner.score([""] * 4, ["broken", "broken", "", ""], [None] * 4, [{}] * 4).failures == 2
+        try:
+            runner.score([""] * 2, ["broken"] * 2, [None] * 2, [{}] * 2)
+        except RunStopped as error:
+            assert "failed (2 calls" in str(error)
+        else:
+            raise AssertionError("nothing could be scored, and the run goes on")
+
+    if me == 1:
+        leave(3)  # an error of this one alone
+    processes.any_of(False)  # never answered
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except AssertionError:
+        import traceback
+
+        traceback.print_exc()
+        leave(1)
+    sys.exit(1)

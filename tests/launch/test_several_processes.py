@@ -1,0 +1,138 @@
+"""Runs of several processes give what one process gives, whatever happens to one of them."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+
+from jaxrl_llm.config import resolve
+from jaxrl_llm.config_file import read_config
+from jaxrl_llm.launch.supervisor import Supervisor
+from jaxrl_llm.observability.metrics import read_lines, read_metrics
+from jaxrl_llm.trainer import Trainer
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+
+CONFIG = """
+from jaxrl_llm.config import default_config
+
+def get_config():
+    config = default_config("grpo")
+    config.num_steps = 3
+    config.train_batch_size = 6
+    config.model.path = "builtin:tiny_addition"
+    config.model.layers = "loop"  # compiles fast
+    config.data.train = "builtin:addition/train"
+    config.data.max_prompt_tokens = 8
+    config.rewards = {"exact": {"function": "FOLDER/reward.py:reward"}}
+    config.reward_runner.num_workers = 1
+    config.rollout.samples_per_prompt = 4
+    config.rollout.max_new_tokens = 4
+    config.rollout.num_slots = 8
+    config.training.micro_batch_tokens = 128
+    config.optimizer.name = "sgd"  # Adam would hide or magnify a difference
+    config.optimizer.learning_rate = 1.0
+    config.checkpoint.every_steps = 1
+    config.checkpoint.keep = 9
+    return config
+"""
+
+REWARD = """
+import os, pathlib, signal
+
+here, process = pathlib.Path("FOLDER"), os.environ.get("JAXRL_PROCESS", "alone")
+calls = 0
+
+def once(mark):
+    try:
+        (here / mark).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+def reward(prompt, completion, answer):
+    global calls
+    calls += 1
+    with (here / f"scored_{process}").open("a") as file:
+        file.write(prompt + "\\n")
+    if process == "1":
+        if not (here / "killed").exists():
+            if calls > 12 and once("killed"):  # in the second step: 12 samples each
+                os.kill(os.getppid(), signal.SIGKILL)
+        elif once("asked"):
+            os.kill(os.getppid(), signal.SIGTERM)
+    return float(completion == answer)
+"""
+
+
+def test_one_that_is_killed_and_one_that_is_asked_to_end_change_nothing(tmp_path: pathlib.Path):
+    """Two processes with two devices each; process 1 is killed in step 2, and after the restart it alone gets SIGTERM.
+    The last step is done by one process with four devices. Everything is as in a run of one process that nothing
+    happened to."""
+    (tmp_path / "run.py").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "reward.py").write_text(REWARD.replace("FOLDER", str(tmp_path)))
+    folder = tmp_path / "several"
+    options = ["--processes", "2", "--devices-per-process", "2", "--grace-s", "1"]
+    run = ["--config", str(tmp_path / "run.py"), "--workdir", str(folder)]
+    launched = subprocess.run(
+        [sys.executable, "-m", "jaxrl_llm.launch", *options, "--", *run],
+        env={**os.environ, "PYTHONPATH": PATHS},
+        capture_output=True,
+        text=True,
+        timeout=170,
+        check=False,
+    )
+    assert launched.returncode == 75, launched.stderr[-4000:]
+    assert "process 1" in launched.stderr and "was ended by SIGKILL" in launched.stderr
+    assert (tmp_path / "asked").exists() and (folder / "logs" / "process_1.log").exists()
+
+    config = resolve(read_config(str(tmp_path / "run.py")))
+    alone = Trainer(config, tmp_path / "alone", devices=jax.devices()[:4])
+    start = flat(alone)
+    alone.train()
+    # Scored once, by one of them, each its half of the prompts.
+    scored = [set((tmp_path / f"scored_{process}").read_text().splitlines()) for process in ("0", "1", "alone")]
+    assert scored[0].isdisjoint(scored[1])
+    done = max(row["step"] for row in read_lines(folder / "samples.jsonl"))
+    assert done < 3
+    assert scored[0] | scored[1] == {e.prompt for number in range(done) for e in alone.data.batch(number)}
+    assert len(list((folder / "tensorboard").iterdir())) == 2  # one writer at each of two starts
+
+    finished = Trainer(config, folder, devices=jax.devices()[:4])
+    finished.train()
+    samples = [{(row["step"], row["uid"], row["completion"], row["reward"]) for row in read_lines(path)}
+               for path in (folder / "samples.jsonl", tmp_path / "alone" / "samples.jsonl")]  # fmt: skip
+    assert samples[0] == samples[1] and {step for step, *_ in samples[0]} == {1, 2, 3}
+    rewards = [[row.get("reward/mean") for row in read_metrics(path)] for path in (folder, tmp_path / "alone")]
+    assert rewards[0] == rewards[1]
+    # Sums in another order round differently (measured: below 1e-7); the run itself moved them by much more.
+    assert np.abs(flat(alone) - start).max() > 1e-3
+    assert np.abs(flat(finished) - flat(alone)).max() < 1e-5
+
+
+def flat(trainer: Trainer) -> np.ndarray:
+    return np.concatenate([np.asarray(leaf).ravel() for leaf in jax.tree.leaves(trainer.roles["policy"].params)])
+
+
+def test_processes_agree(tmp_path: pathlib.Path):
+    """`agreeing.py` on two processes. One that fails alone ends with its own code, soon, and not by an abort."""
+    environment = {
+        "PYTHONPATH": PATHS,
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "GLIBC_TUNABLES": "",
+    }
+    start = time.monotonic()
+    supervisor = Supervisor(
+        [sys.executable, str(ROOT / "tests" / "launch" / "agreeing.py")], [environment] * 2, tmp_path, grace_s=1.0
+    )
+    assert supervisor.run() == 3, (tmp_path / "process_0.log").read_text() + (tmp_path / "process_1.log").read_text()
+    assert time.monotonic() - start < 60
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
