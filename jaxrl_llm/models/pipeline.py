@@ -1,9 +1,9 @@
 """Layers split over the mesh axis ``pipeline``: each stage holds some, and micro-batches travel through the stages.
 
-Every tick each stage runs the layers of one of its *rounds* on one micro-batch and hands the result on to the next, the
-last one to the first. With S stages, M micro-batches and r rounds a stage, stage s at tick t is at step u = t - s::
+Every tick each stage runs one of its r pieces of the stack on one micro-batch and hands the result on to the next stage,
+the last one to the first. With S stages and M micro-batches, stage s at tick t is at step u = t - s::
 
-    group = u // (S r)    round = (u // S) % r    micro-batch = group S + u % S        idle where u < 0 or u >= M r
+    group = u // (S r)    turn = (u // S) % r    micro-batch = group S + u % S        idle where u < 0 or u >= M r
 
 - r = 1 is GPipe (arXiv:1811.06965): a stage holds one piece of the stack. M + S - 1 ticks, of which S - 1 are idle.
 - r > 1 is the interleaved, or circular, schedule (arXiv:2104.04473, section 2.2): the stack is cut into S r pieces and
@@ -47,21 +47,26 @@ class Schedule:
     Attributes:
       stages: S, the size of the mesh axis.
       micro_batches: M that go through together, a multiple of S.
-      rounds: r, pieces of the stack that each stage holds.
+      repeats: r, pieces of the stack that each stage holds.
     """
 
     stages: int
     micro_batches: int
-    rounds: int = 1
+    repeats: int = 1
+
+    @classmethod
+    def of(cls, stages: int, micro_batches: int = 0, repeats: int = 1) -> Schedule | None:
+        """None without stages; 0 micro-batches: four for each stage."""
+        return None if stages == 1 else cls(stages, micro_batches or 4 * stages, repeats)
 
     def __post_init__(self) -> None:
-        if self.stages < 1 or self.rounds < 1 or self.micro_batches < 1 or self.micro_batches % self.stages:
+        if self.stages < 1 or self.repeats < 1 or self.micro_batches < 1 or self.micro_batches % self.stages:
             raise ValueError(f"{self}: all must be positive, and micro_batches a multiple of stages")
 
     @property
     def ticks(self) -> int:
         """Of a forward pass; in each a stage runs ``L / (S r)`` layers. A backward pass has as many."""
-        return self.micro_batches * self.rounds + self.stages - 1
+        return self.micro_batches * self.repeats + self.stages - 1
 
     @property
     def bubble(self) -> float:
@@ -70,15 +75,15 @@ class Schedule:
 
     def layer_order(self, num_layers: int) -> np.ndarray:
         """The layers, by their index in the model, in the order that :func:`arrange` gives."""
-        pieces = np.arange(num_layers).reshape(self.rounds, self.stages, -1)
+        pieces = np.arange(num_layers).reshape(self.repeats, self.stages, -1)
         return pieces.transpose(1, 0, 2).reshape(-1)
 
     def at(self, tick: Array, stage: Array) -> tuple[Array, Array, Array]:
-        """Micro-batch, round, and whether the stage has work at this tick (where not, some valid pair)."""
+        """Micro-batch, turn, and whether the stage has work at this tick (where not, some valid pair)."""
         step = tick - stage
-        busy = (step >= 0) & (step < self.micro_batches * self.rounds)
-        step = jnp.clip(step, 0, self.micro_batches * self.rounds - 1)
-        group, rest = step // (self.stages * self.rounds), step % (self.stages * self.rounds)
+        busy = (step >= 0) & (step < self.micro_batches * self.repeats)
+        step = jnp.clip(step, 0, self.micro_batches * self.repeats - 1)
+        group, rest = step // (self.stages * self.repeats), step % (self.stages * self.repeats)
         return group * self.stages + rest % self.stages, rest // self.stages, busy
 
 
@@ -121,14 +126,14 @@ def _forward(schedule, stage, keep, trained, frozen, layer_data, rows, x):
 
     def local(trained, frozen, layer_data, rows, x, number):
         number = number[0]
-        pieces = _rounds(schedule, (trained, frozen, layer_data))
+        pieces = _pieces(schedule, (trained, frozen, layer_data))
 
         def tick(carry, index):
             buffer, out = carry
             micro_batch, turn, busy = schedule.at(index, number)
             entering = jnp.where((number == 0) & (turn == 0), _take(x, micro_batch), buffer)
             left = stage(*_take(pieces, turn), _take(rows, micro_batch), entering)
-            last = busy & (number == schedule.stages - 1) & (turn == schedule.rounds - 1)
+            last = busy & (number == schedule.stages - 1) & (turn == schedule.repeats - 1)
             out = _put(out, jnp.where(last, left, _take(out, micro_batch)), micro_batch)
             return (_hand_on(schedule, left, 1), out), entering if keep else None
 
@@ -145,13 +150,13 @@ def _backward(schedule, stage, trained, frozen, layer_data, rows, entered, d_out
 
     def local(trained, frozen, layer_data, rows, entered, d_out, number):
         number = number[0]
-        pieces = _rounds(schedule, (trained, frozen, layer_data))
+        pieces = _pieces(schedule, (trained, frozen, layer_data))
 
         def tick(carry, inputs):
             index, entering = inputs
             d_buffer, d_x, d_pieces = carry
             micro_batch, turn, busy = schedule.at(index, number)
-            last = (number == schedule.stages - 1) & (turn == schedule.rounds - 1)
+            last = (number == schedule.stages - 1) & (turn == schedule.repeats - 1)
             d_left = jnp.where(last, _take(d_out, micro_batch), d_buffer)
             d_left = jnp.where(busy, d_left, jnp.zeros_like(d_left))
             weights, *others = _take(pieces, turn)
@@ -174,9 +179,7 @@ def _backward(schedule, stage, trained, frozen, layer_data, rows, entered, d_out
         )
         inputs = jnp.arange(schedule.ticks, dtype=jnp.int32), entered
         (_, d_x, d_pieces), _ = jax.lax.scan(tick, start, inputs, reverse=True)
-        d_trained = jax.tree.map(
-            lambda total, leaf: total.reshape(leaf.shape).astype(leaf.dtype), d_pieces, trained
-        )
+        d_trained = jax.tree.map(lambda total, leaf: total.reshape(leaf.shape).astype(leaf.dtype), d_pieces, trained)
         return d_trained, _spread(d_x)
 
     specs = (*[_SPLIT] * 3, _WHOLE, _SPLIT, _WHOLE, _SPLIT)
@@ -190,7 +193,7 @@ def _backward(schedule, stage, trained, frozen, layer_data, rows, entered, d_out
 
 def arrange(schedule: Schedule | None, params: Params) -> Params:
     """The same parameters, or a part of them, with their runs in the order of the schedule: those of a stage together,
-    its rounds one after the other. Trace it under ``jax.set_mesh``; no change for one round."""
+    its pieces one after the other. Trace it under ``jax.set_mesh``; no change where a stage has one piece."""
     return _reorder(schedule, params, back=False)
 
 
@@ -200,7 +203,7 @@ def restore(schedule: Schedule | None, params: Params) -> Params:
 
 
 def _reorder(schedule: Schedule | None, params: Params, back: bool) -> Params:
-    if schedule is None or schedule.rounds == 1 or schedule.stages == 1 or "blocks" not in params:
+    if schedule is None or schedule.repeats == 1 or schedule.stages == 1 or "blocks" not in params:
         return params
     move = functools.partial(_move, schedule, back)
     return {**params, "blocks": _on_stages(move, (_SPLIT, _SPLIT), _SPLIT)(params["blocks"], _numbers(schedule))}
@@ -209,15 +212,15 @@ def _reorder(schedule: Schedule | None, params: Params, back: bool) -> Params:
 def _move(schedule: Schedule, back: bool, blocks: Params, number: Int[Array, "1"]) -> Params:
     """Piece p lies on stage ``p // r`` in the order of the model and on ``p % S`` in that of the schedule. A device
     sends r pieces and receives r; in each of r exchanges every device sends one and receives one."""
-    stages, rounds = schedule.stages, schedule.rounds
-    common = math.gcd(stages, rounds)
+    stages, repeats = schedule.stages, schedule.repeats
+    common = math.gcd(stages, repeats)
     routes = []  # per exchange: (sender, its place there, receiver, its place there)
-    for exchange in range(rounds):
-        pieces = [s * rounds + (exchange + s * common // stages) % rounds for s in range(stages)]
-        routes.append([(p // rounds, p % rounds, p % stages, p // stages) for p in pieces])
+    for exchange in range(repeats):
+        pieces = [s * repeats + (exchange + s * common // stages) % repeats for s in range(stages)]
+        routes.append([(p // repeats, p % repeats, p % stages, p // stages) for p in pieces])
 
     def one(leaf: Array) -> Array:
-        parts = leaf.reshape(rounds, -1, *leaf.shape[1:])
+        parts = leaf.reshape(repeats, -1, *leaf.shape[1:])
         out = jnp.zeros_like(parts)
         for route in routes:
             there = [(c, d, a, b) if back else (a, b, c, d) for a, b, c, d in route]
@@ -237,17 +240,15 @@ _SPLIT, _WHOLE = PartitionSpec(PIPELINE_AXIS), PartitionSpec()
 
 def _on_stages(function, in_specs, out_specs):
     # Nothing is differentiated through it, so nothing has to say over which axes a value varies.
-    return jax.shard_map(
-        function, in_specs=in_specs, out_specs=out_specs, axis_names={PIPELINE_AXIS}, check_vma=False
-    )
+    return jax.shard_map(function, in_specs=in_specs, out_specs=out_specs, axis_names={PIPELINE_AXIS}, check_vma=False)
 
 
 def _numbers(schedule: Schedule) -> Int[Array, " S"]:
     return jnp.arange(schedule.stages, dtype=jnp.int32)
 
 
-def _rounds(schedule: Schedule, tree: Any) -> Any:
-    return jax.tree.map(lambda leaf: leaf.reshape(schedule.rounds, -1, *leaf.shape[1:]), tree)
+def _pieces(schedule: Schedule, tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.reshape(schedule.repeats, -1, *leaf.shape[1:]), tree)
 
 
 def _take(tree: Any, index: Array) -> Any:
