@@ -209,8 +209,8 @@ class TrainingConfig:
     )
     pipeline_micro_batches: int = option(
         0,
-        "Micro-batches that go through mesh.pipeline together; a multiple of it. More leave stages idle less often, and "
-        "their inputs are kept for the backward pass. 0: four for each stage.",
+        "Micro-batches that go through mesh.pipeline together; a multiple of it. With more, stages are idle less "
+        "often, and more of their inputs are kept for the backward pass. 0: four for each stage.",
         low=0,
     )
     pipeline_repeats: int = option(

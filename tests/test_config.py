@@ -336,7 +336,7 @@ def test_the_factorisations_that_are_offered_work(pipeline: int):
 def test_a_pipeline_size_that_the_devices_decide_is_checked_when_they_are_known():
     config = resolve(make(mesh__pipeline=-1, mesh__fsdp=1, training__pipeline_micro_batches=6))
     assert with_mesh(config, 2).mesh.pipeline == 2
-    with pytest.raises(UserError, match="pipeline_micro_batches = 6 is not a multiple of mesh.pipeline = 4"):
+    with pytest.raises(UserError, match=r"pipeline_micro_batches = 6 is not a multiple of mesh\.pipeline = 4"):
         with_mesh(config, 4)
 
 

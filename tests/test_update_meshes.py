@@ -21,10 +21,14 @@ from tests.test_update import make_sequences as make_samples
 from tests.test_update_algorithms import whole_batch
 from tests.test_update_pairs import make_sequences as make_pairs
 
-LAYERS = 8
 MODEL = dataclasses.replace(
-    CONFIG, num_layers=LAYERS, windows=(None, 4, 3, None, 5, None, None, 2), hidden_size=16, intermediate_size=24, head_size=4
-)  # fmt: skip
+    CONFIG,
+    num_layers=8,
+    windows=(None, 4, 3, None, 5, None, None, 2),
+    hidden_size=16,
+    intermediate_size=24,
+    head_size=4,
+)
 RATE = 0.1
 CASES = {
     "grpo": ("grpo", "policy", "tokens", OPTIONS, make_samples),

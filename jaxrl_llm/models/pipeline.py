@@ -1,7 +1,7 @@
 """Layers split over the mesh axis ``pipeline``: each stage holds some, and micro-batches travel through the stages.
 
-Every tick each stage runs one of its r pieces of the stack on one micro-batch and hands the result on to the next stage,
-the last one to the first. With S stages and M micro-batches, stage s at tick t is at step u = t - s::
+Every tick each stage runs one of its r pieces of the stack on one micro-batch and hands the result on to the next
+stage, the last one to the first. With S stages and M micro-batches, stage s at tick t is at step u = t - s::
 
     group = u // (S r)    turn = (u // S) % r    micro-batch = group S + u % S        idle where u < 0 or u >= M r
 
@@ -13,9 +13,9 @@ The backward pass is the same schedule turned round, by hand: the forward pass k
 stage's layers are computed again when their gradient is due. Gradients of weights are added up in float32 over all
 micro-batches. Only ``pipeline`` is manual; XLA partitions what a stage does over the other axes.
 
-At rest every run of layers lies in the order of the model, cut into S equal parts. An interleaved schedule needs another
-order: :func:`arrange` moves each device's share of the weights once before all its micro-batches, :func:`restore` its
-gradients back. That is ``(r - 1) / r`` of a share, where gathering over ``fsdp`` moves more for every micro-batch.
+At rest every run of layers lies in the order of the model, cut into S equal parts. An interleaved schedule needs
+another order: :func:`arrange` moves each device's share of the weights once, before all micro-batches of an update, and
+:func:`restore` its gradients back. That is at most a share; gathering over ``fsdp`` moves more for every micro-batch.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _reorder(schedule: Schedule | None, params: Params, back: bool) -> Params:
     return {**params, "blocks": _on_stages(move, (_SPLIT, _SPLIT), _SPLIT)(params["blocks"], _numbers(schedule))}
 
 
-def _move(schedule: Schedule, back: bool, blocks: Params, number: Int[Array, "1"]) -> Params:
+def _move(schedule: Schedule, back: bool, blocks: Params, number: Int[Array, " 1"]) -> Params:
     """Piece p lies on stage ``p // r`` in the order of the model and on ``p % S`` in that of the schedule. A device
     sends r pieces and receives r; in each of r exchanges every device sends one and receives one."""
     stages, repeats = schedule.stages, schedule.repeats
