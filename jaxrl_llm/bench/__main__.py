@@ -9,9 +9,8 @@
     python -m jaxrl_llm.bench memory                             of an update against row length, from the compiler
     python -m jaxrl_llm.bench pipeline --stages 4                an update against micro-batches: time, idle stages
 
-`pipeline` takes a random model, and as many simulated devices where the machine has CPUs only. Prints a table (growth:
-four) and, with `--json FILE`, writes the figures: medians over `--steps` turns after the first;
-growth has its own repeats.
+`pipeline` takes a random model, on simulated devices where the machine has CPUs only. Prints a table (growth: four) and,
+with `--json FILE`, writes the figures: medians over `--steps` turns after the first; growth and pipeline have their own.
 """
 
 from __future__ import annotations
@@ -118,13 +117,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "what", nargs="?", default="step", choices=("step", "generation", "growth", "memory", "pipeline")
-    )
+    subjects = ("step", "generation", "growth", "memory", "pipeline")
+    parser.add_argument("what", nargs="?", default="step", choices=subjects)
     parser.add_argument("--model", default=SMOLLM2, help="path as in model.path")
     parser.add_argument("--trl_python", default="", help="step: interpreter of an environment with torch and trl")
     parser.add_argument("--vllm_python", default="", help="generation: interpreter of an environment with vllm")
-    parser.add_argument("--quick", action="store_true", help="growth: a tiny random model in place of --model")
+    parser.add_argument("--quick", action="store_true", help="growth, memory, pipeline: a tiny random model")
     parser.add_argument("--tables", default=",".join(growth.TABLES), help="growth: only these")
     parser.add_argument("--stages", type=int, default=4, help="pipeline: devices that the layers are split over")
     parser.add_argument("--json", default="", help="write the figures here")

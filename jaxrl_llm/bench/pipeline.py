@@ -56,14 +56,14 @@ class Size:
         return Decoder(dataclasses.replace(self.model, num_layers=layers, windows=(None,) * layers))
 
 
-FULL = Size(WORK["small"].model, (1, 2, 4), (1, 2, 4, 8), 256, 5)
+FULL = Size(WORK["small"].model, (1, 2), (1, 2, 4, 8), 256, 3)
 QUICK = Size(WORK["tiny"].model, (1, 2), (1, 2), 16, 2)
 
 
 def title(size: Size, stages: int) -> str:
     return (
-        f"A GRPO update, {stages * max(size.repeats)} layers of width {size.model.hidden_size} in {stages} stages, one row of "
-        f"{size.row_tokens} tokens a micro-batch"
+        f"A GRPO update, {stages * max(size.repeats)} layers of width {size.model.hidden_size} in {stages} stages, "
+        f"one row of {size.row_tokens} tokens a micro-batch"
     )
 
 

@@ -73,8 +73,16 @@ class Schedule:
         """The share of its time that a stage is idle: ``(S - 1) / (M r + S - 1)``."""
         return (self.stages - 1) / self.ticks
 
+    def check(self, num_layers: int) -> None:
+        """Raises ValueError where the layers can't be cut into equal pieces."""
+        if num_layers % (self.stages * self.repeats):
+            raise ValueError(
+                f"{num_layers} layers can't be cut into {self.stages} stages of {self.repeats} equal pieces each"
+            )
+
     def layer_order(self, num_layers: int) -> np.ndarray:
         """The layers, by their index in the model, in the order that :func:`arrange` gives."""
+        self.check(num_layers)
         pieces = np.arange(num_layers).reshape(self.repeats, self.stages, -1)
         return pieces.transpose(1, 0, 2).reshape(-1)
 
@@ -205,6 +213,8 @@ def restore(schedule: Schedule | None, params: Params) -> Params:
 def _reorder(schedule: Schedule | None, params: Params, back: bool) -> Params:
     if schedule is None or schedule.repeats == 1 or schedule.stages == 1 or "blocks" not in params:
         return params
+    for leaf in jax.tree.leaves(params["blocks"]):
+        schedule.check(leaf.shape[0])
     move = functools.partial(_move, schedule, back)
     return {**params, "blocks": _on_stages(move, (_SPLIT, _SPLIT), _SPLIT)(params["blocks"], _numbers(schedule))}
 

@@ -46,6 +46,8 @@ def test_more_micro_batches_and_repeats_shrink_the_bubble():
     assert Schedule(4, 16, 4).bubble == pytest.approx(3 / 67)
     with pytest.raises(ValueError, match="micro_batches a multiple of stages"):
         Schedule(4, 6)
+    with pytest.raises(ValueError, match="30 layers can't be cut into 4 stages of 2 equal pieces"):
+        Schedule(4, 8, 2).layer_order(30)
 
 
 def _mesh(stages: int, tensor: int = 1):
