@@ -9,8 +9,9 @@
     python -m jaxrl_llm.bench memory                             of an update against row length, from the compiler
     python -m jaxrl_llm.bench pipeline --stages 4                an update against micro-batches: time, idle stages
 
-`pipeline` takes a random model, on simulated devices where the machine has CPUs only. Prints a table (growth: four) and,
-with `--json FILE`, writes the figures: medians over `--steps` turns after the first; growth and pipeline have their own.
+`pipeline` takes a random model, on simulated devices where the machine has CPUs only. Prints a table (growth: four)
+and, with `--json FILE`, writes the figures: medians over `--steps` turns after the first; growth and pipeline have
+their own.
 """
 
 from __future__ import annotations

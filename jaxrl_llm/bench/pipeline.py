@@ -76,11 +76,11 @@ def measure(size: Size, stages: int) -> Iterator[list[Row]]:
         each, fixed = np.polyfit(counts, np.array(seconds), 1)
         yield [
             {
-                "schedule": "GPipe" if repeats == 1 else f"interleaved, {repeats} repeats",
+                "schedule": "GPipe" if repeats == 1 else f"{repeats} repeats",
                 "micro-batches": float(schedule.micro_batches),
                 "ticks": float(schedule.ticks),
-                "idle by formula, %": 100 * schedule.bubble,
-                "idle measured, %": 100 * float(fixed) / (float(fixed) + schedule.micro_batches * float(each)),
+                "idle, %": 100 * schedule.bubble,
+                "measured, %": 100 * float(fixed) / (float(fixed) + schedule.micro_batches * float(each)),
                 "s": second,
                 "tokens/s": schedule.micro_batches * size.row_tokens / second,
             }
