@@ -202,6 +202,23 @@ class TrainingConfig:
     share_prompts: bool = option(
         True, "Compute the prompt of a group once for all its completions in a row; changes speed, not the result."
     )
+    sequence_parallel: bool = option(
+        False,
+        "Split tokens over mesh.tensor as well between the products with weights: less memory for long rows, the same "
+        "result.",
+    )
+    pipeline_micro_batches: int = option(
+        0,
+        "Micro-batches that go through mesh.pipeline together; a multiple of it. With more, stages are idle less "
+        "often, and more of their inputs are kept for the backward pass. 0: four for each stage.",
+        low=0,
+    )
+    pipeline_repeats: int = option(
+        1,
+        "Pieces of the stack of layers that each stage holds. 1 is GPipe; with more, the interleaved (circular) "
+        "schedule, stages are idle so many times shorter and hand on so many times more.",
+        low=1,
+    )
     logprob_chunk_tokens: int = option(1024, "Tokens whose logits exist at once on a device.", low=1, unit="tokens")
 
 
@@ -319,7 +336,13 @@ class MeshConfig:
         low=-1,
         unit="devices",
     )
-    pipeline: int = option(1, "Stages of layers. Must be 1: pipelines are not supported yet.", low=-1, unit="devices")
+    pipeline: int = option(
+        1,
+        "Stages that the layers are split into when training (see training.pipeline_*); divides their number. When "
+        "generating, replicas.",
+        low=-1,
+        unit="devices",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -537,11 +560,15 @@ def with_mesh(config: RunConfig, device_count: int) -> RunConfig:
     """``config`` with a mesh of exactly ``device_count`` devices.
 
     Raises:
-      UserError: the sizes don't multiply to it; the message lists the factorisations that do.
+      UserError: the sizes don't multiply to it; the message lists the factorisations that do. Or options do not fit
+        a size that was -1.
     """
     from jaxrl_llm import validation
 
-    return dataclasses.replace(config, mesh=validation.fit_mesh(config.mesh, device_count))
+    fitted = dataclasses.replace(config, mesh=validation.fit_mesh(config.mesh, device_count))
+    if fitted.mesh != config.mesh:
+        validation.refuse_or_warn(validation.mesh_conflicts(fitted))
+    return fitted
 
 
 def check_against_model(config: RunConfig, model_config: Any, tokenizer: Any) -> None:

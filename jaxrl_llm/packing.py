@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxrl_llm.algorithms.aggregation import token_weights
 from jaxrl_llm.algorithms.interface import Sequences
+from jaxrl_llm.models.pipeline import Schedule
 from jaxrl_llm.types import MiniBatch, Rows
 
 
@@ -35,9 +36,15 @@ class RowShape:
     rows_per_micro: int
 
     @classmethod
-    def of(cls, row_tokens: int, micro_batch_tokens: int, shards: int) -> RowShape:
-        """As many rows as `micro_batch_tokens` per shard allow, at least one."""
-        return cls(row_tokens, shards * max(1, micro_batch_tokens // row_tokens))
+    def of(cls, row_tokens: int, micro_batch_tokens: int, shards: int, schedule: Schedule | None = None) -> RowShape:
+        """As many rows as `micro_batch_tokens` per shard allow, at least one. Micro-batches that go through the stages
+        of a pipeline together are one here; each of them has so many rows per shard of a stage.
+
+        Args:
+          shards: `sharding.batch_shards`, stages included.
+        """
+        together = 1 if schedule is None else schedule.micro_batches // schedule.stages
+        return cls(row_tokens, shards * together * max(1, micro_batch_tokens // row_tokens))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,10 +33,12 @@ from jaxrl_llm.models.classifier import load_classifier
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.loading import init_model, load_model
 from jaxrl_llm.models.lora import Lora
+from jaxrl_llm.models.pipeline import Schedule
 from jaxrl_llm.models.value_head import add_value_head
 from jaxrl_llm.sharding import TRAINING, batch_shards
 from jaxrl_llm.types import Params
 from jaxrl_llm.update import Forward, RoleState
+from jaxrl_llm.validation import uneven_layers
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +107,9 @@ class RoleBuilder:
         self.options = config.algorithm.options
         self.total_updates, self.read_only = total_updates, read_only
         self.multiple = math.lcm(VOCABULARY_MULTIPLE, mesh.shape["tensor"])
-        model = config.model
+        model, training = config.model, config.training
+        stages = mesh.shape["pipeline"]
+        self.schedule = Schedule.of(stages, training.pipeline_micro_batches, training.pipeline_repeats)
         self.lora = Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets)) if model.lora_rank else None
 
     def build(self) -> tuple[dict[str, Model], dict[str, RoleState]]:
@@ -121,6 +125,13 @@ class RoleBuilder:
             parameter_overview.count_parameters(self.start),
         )
         logger.debug(parameter_overview.get_parameter_overview(self.start, include_stats="sharding"))
+        if self.schedule is not None:
+            logger.info(
+                "%d stages and %d micro-batches at once: stages are idle %.1f %% of the time in the layers",
+                self.schedule.stages,
+                self.schedule.micro_batches,
+                100 * self.schedule.bubble,
+            )
         roles = self.algorithm.roles(self.options)
         main = self.algorithm.main_role(self.options)
         if self.read_only:
@@ -211,6 +222,8 @@ class RoleBuilder:
             unroll={"auto": None, "loop": False, "unrolled": True}[config.model.layers],
             chunk_tokens=config.training.logprob_chunk_tokens * batch_shards(self.mesh),
             head=role.head,
+            schedule=self.schedule,
+            sequence_parallel=config.training.sequence_parallel,
         )
 
     # --- where parameters come from ---------------------------------------------------------------------------
@@ -267,6 +280,8 @@ class RoleBuilder:
         load = functools.partial(load_classifier, new_head=True) if role.head == "values" else load_model
         with processes.agreement():
             decoder, params = load(path, **where)
+        if uneven := uneven_layers(self.config, decoder.config.num_layers, path):
+            raise UserError(f"{role.section}.path: {uneven}")
         if decoder.config.vocab_size != self.decoder.config.vocab_size:
             raise UserError(
                 f"{role.section}.path = {path!r} has {decoder.config.vocab_size} vocabulary rows and the policy "

@@ -26,8 +26,9 @@ from jaxrl_llm.validation import fit_mesh
 AXES = ("data", "pipeline", "fsdp", "tensor")
 """Mesh axes from outermost to innermost: `tensor` groups are neighbours on the fastest links."""
 
-BATCH_AXES = ("data", "fsdp")
-"""Rows of a training batch are split over these."""
+BATCH_AXES = ("data", "fsdp", "pipeline")
+"""Rows of a training batch are split over these. The stages of a pipeline share what is not layers: embedding, output
+and losses; on its way through the layers a row visits them all."""
 
 REPLICA_AXES = ("data", "pipeline", "fsdp")
 """Each index of these is one generation replica with its own slots and pages."""
@@ -77,7 +78,16 @@ class Layout:
 
 TRAINING = Layout(
     "training",
-    MappingProxyType({"embed": "fsdp", "heads": "tensor", "kv_heads": "tensor", "mlp": "tensor", "vocab": "tensor"}),
+    MappingProxyType(
+        {
+            "layers": "pipeline",
+            "embed": "fsdp",
+            "heads": "tensor",
+            "kv_heads": "tensor",
+            "mlp": "tensor",
+            "vocab": "tensor",
+        }
+    ),
 )
 GENERATION = Layout(
     "generation",

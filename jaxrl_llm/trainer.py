@@ -111,7 +111,10 @@ class Trainer:
         self.memory = self.algorithm.init(self.options)
         self.step_index = 0
         self.row_shape = packing.RowShape.of(
-            config.training.row_tokens, config.training.micro_batch_tokens, batch_shards(self.mesh)
+            config.training.row_tokens,
+            config.training.micro_batch_tokens,
+            batch_shards(self.mesh),
+            self.models[self.main].forward.schedule,
         )
         self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, self._scorer)
         if config.reward_model.path and not read_only:

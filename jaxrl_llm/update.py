@@ -21,6 +21,7 @@ from jaxrl_kernels.token_divergence.api import token_divergence, top_k_divergenc
 from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm import processes
 from jaxrl_llm.algorithms.interface import Algorithm, Divergence, Objective
+from jaxrl_llm.models import pipeline
 from jaxrl_llm.models.arrangement import merge_trees
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.placement import splitting_axes
@@ -58,7 +59,7 @@ class Forward:
       temperature: logits are divided by it, the sampler's rule.
       dtype: of the forward pass; parameters are cast once, before the loop over micro-batches, so that
         gathered weights and their gradients move in this dtype.
-      remat, unroll: see `Decoder.hidden`.
+      remat, unroll, schedule, sequence_parallel: see `Decoder.hidden`.
       chunk_tokens: tokens whose logits exist at once, over all devices.
       head: as in `algorithms.interface.Role`.
       divergence, teacher: what `TokenOutputs.divergence` is to hold, and how the teacher reads the rows.
@@ -73,9 +74,12 @@ class Forward:
     head: str = "tokens"
     divergence: Divergence | None = None
     teacher: Forward | None = None
+    schedule: pipeline.Schedule | None = None
+    sequence_parallel: bool = False
 
     def cast(self, params: Params) -> Params:
-        return jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
+        """In the dtype of the forward pass and, for the stages of a pipeline, in the order of its schedule."""
+        return pipeline.arrange(self.schedule, jax.tree.map(lambda leaf: leaf.astype(self.dtype), params))
 
     def hidden(self, params: Params, rows: Rows) -> Float[Array, "R T D"]:
         """Final hidden states of one micro-batch, from parameters that `cast` returned."""
@@ -87,6 +91,8 @@ class Forward:
             rows.prefix_ids,
             remat=self.remat,
             unroll=self.unroll,
+            schedule=self.schedule,
+            sequence_parallel=self.sequence_parallel,
         )
 
     def outputs(self, params: Params, rows: Rows, teacher_params: Params | None = None) -> Any:
@@ -220,6 +226,7 @@ def make_update(
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), role.params)
         grads, sums = jax.lax.fori_loop(0, num_micro_batches, body, (zeros, empty))
+        grads = pipeline.restore(forward.schedule, grads)
         new_params, opt_state, norm, finite = optimizers.apply(
             optimizer, grads, role.opt_state, role.params, clip_norm, denominator
         )

@@ -8,7 +8,15 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jaxrl_llm.config import REWARD_MODEL, MeshConfig, RunConfig, _algorithm, longest_block, longest_sequence
+from jaxrl_llm.config import (
+    REWARD_MODEL,
+    MeshConfig,
+    RunConfig,
+    _algorithm,
+    default_row_tokens,
+    longest_block,
+    longest_sequence,
+)
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import nearest
 
@@ -45,11 +53,7 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
     if training and _algorithm(config.algorithm.name).generates and config.rollout.weight_dtype != "compute":
         yield ("warning", _low_precision_warning(config))
     yield from _length_conflicts(config, training)
-    if config.mesh.pipeline != 1:
-        yield (
-            "error",
-            f"mesh.pipeline = {config.mesh.pipeline}: pipelines are not supported yet; set it to 1.",
-        )
+    yield from mesh_conflicts(config)
     yield from _reward_conflicts(config, training)
     if training:
         validate = _algorithm(config.algorithm.name).validate
@@ -194,6 +198,39 @@ def _length_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
         )
 
 
+def mesh_conflicts(config: RunConfig) -> Iterator[Problem]:
+    """How training uses the mesh; sizes that are still -1 are left out."""
+    training, stages, tensor = config.training, config.mesh.pipeline, config.mesh.tensor
+    if stages == 1 and (training.pipeline_repeats > 1 or training.pipeline_micro_batches):
+        yield (
+            "error",
+            f"training.pipeline_repeats = {training.pipeline_repeats} and training.pipeline_micro_batches = "
+            f"{training.pipeline_micro_batches}, but mesh.pipeline = 1: there is no pipeline. Set mesh.pipeline, or "
+            "leave both at their defaults, 1 and 0.",
+        )
+    elif stages > 1 and training.pipeline_micro_batches % stages:
+        below = training.pipeline_micro_batches // stages * stages
+        allowed = f"{below} or {below + stages}" if below else str(stages)
+        yield (
+            "error",
+            f"training.pipeline_micro_batches = {training.pipeline_micro_batches} is not a multiple of mesh.pipeline = "
+            f"{stages}. Set it to {allowed}, or to 0 for {4 * stages}.",
+        )
+    if training.sequence_parallel and tensor == 1:
+        yield (
+            "error",
+            "training.sequence_parallel = True, but mesh.tensor = 1: tokens are split over the devices of a tensor "
+            "group, and each has one. Set mesh.tensor, or training.sequence_parallel = False.",
+        )
+    row_tokens = training.row_tokens or default_row_tokens(config)
+    if training.sequence_parallel and tensor > 1 and row_tokens % tensor:
+        yield (
+            "error",
+            f"training.row_tokens = {row_tokens} can't be split over mesh.tensor = {tensor}, as "
+            f"training.sequence_parallel asks for. Set it to {row_tokens + -row_tokens % tensor}.",
+        )
+
+
 def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
     from jaxrl_llm.rewards.calling import bind, find_function  # not at the top: rewards read their options' types
 
@@ -267,16 +304,19 @@ def fit_mesh(mesh: MeshConfig, device_count: int) -> MeshConfig:
 
 def _factorisations(mesh: MeshConfig, device_count: int) -> str:
     """Meshes that would work, those that keep most of the sizes asked for first."""
-    divisors = [d for d in range(1, device_count + 1) if device_count % d == 0]
+    stages = mesh.pipeline if mesh.pipeline > 0 and device_count % mesh.pipeline == 0 else 1
+    rest = device_count // stages
+    divisors = [d for d in range(1, rest + 1) if rest % d == 0]
     fitting = [
-        (data, device_count // data // tensor, tensor)
+        (data, rest // data // tensor, tensor)
         for tensor in divisors
         for data in divisors
-        if device_count % (data * tensor) == 0
+        if rest % (data * tensor) == 0
     ]
     asked = (mesh.data, mesh.fsdp, mesh.tensor)
     fitting.sort(key=lambda sizes: -sum(a == b for a, b in zip(sizes, asked, strict=True)))
-    shown = "; ".join(f"data={d}, fsdp={f}, tensor={t}" for d, f, t in fitting[:6])
+    last = "" if stages == 1 else f", pipeline={stages}"
+    shown = "; ".join(f"data={d}, fsdp={f}, tensor={t}{last}" for d, f, t in fitting[:6])
     return f"These multiply to {device_count}: {shown}{'; …' if len(fitting) > 6 else ''}."
 
 
@@ -294,7 +334,24 @@ def model_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Ite
             "one of them.",
         )
     yield from _split_conflicts(config.mesh, model_config)
+    if uneven := uneven_layers(config, model_config.num_layers, config.model.path or "model.architecture"):
+        yield ("error", uneven)
     yield from _special_id_conflicts(config, model_config, tokenizer)
+
+
+def uneven_layers(config: RunConfig, num_layers: int, model: str) -> str | None:
+    """Why the layers of a model that training reads can't be split into equal stages; None when they can."""
+    stages, repeats = config.mesh.pipeline, config.training.pipeline_repeats
+    if stages < 1 or num_layers % (stages * repeats) == 0:
+        return None
+    allowed = [str(pieces) for pieces in range(1, num_layers + 1) if num_layers % pieces == 0]
+    asked = f"mesh.pipeline = {stages}"
+    if repeats > 1:
+        asked += f" with training.pipeline_repeats = {repeats}, {stages * repeats} pieces,"
+    return (
+        f"{asked} does not divide the {num_layers} layers of {model!r}: every stage needs as many. Allowed for "
+        f"mesh.pipeline times training.pipeline_repeats: {', '.join(allowed)}."
+    )
 
 
 def _split_conflicts(mesh: MeshConfig, model_config: Any) -> Iterator[Problem]:

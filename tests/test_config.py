@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import ALGORITHMS
-from jaxrl_llm.config import MeshConfig, RunConfig, default_config, resolve
+from jaxrl_llm.config import MeshConfig, RunConfig, default_config, resolve, with_mesh
 from jaxrl_llm.config_file import default_workdir, read_config, split_overrides
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.errors import UserError
@@ -194,7 +194,17 @@ TWO_REWARDS = {"right": {"function": "exact_match"}, "brief": {}}
         ({"data__num_epochs": 2}, ["num_steps", "data.num_epochs"]),
         ({"training__row_tokens": 700}, ["training.row_tokens = 700", "512 + 256 = 768"]),
         ({"training__micro_batch_tokens": 700}, ["training.micro_batch_tokens = 700", "768"]),
-        ({"mesh__pipeline": 2}, ["mesh.pipeline = 2", "set it to 1"]),
+        ({"training__pipeline_repeats": 2}, ["training.pipeline_repeats = 2", "mesh.pipeline = 1"]),
+        ({"training__pipeline_micro_batches": 4}, ["training.pipeline_micro_batches = 4", "mesh.pipeline = 1"]),
+        (
+            {"mesh__pipeline": 4, "training__pipeline_micro_batches": 6},
+            ["training.pipeline_micro_batches = 6", "mesh.pipeline = 4", "Set it to 4 or 8", "0 for 16"],
+        ),
+        ({"training__sequence_parallel": True}, ["training.sequence_parallel = True", "mesh.tensor = 1"]),
+        (
+            {"training__sequence_parallel": True, "mesh__tensor": 4, "training__row_tokens": 770},
+            ["training.row_tokens = 770", "mesh.tensor = 4", "Set it to 772"],
+        ),
         ({"rollout__attention": "xle"}, ["rollout.attention = 'xle'", "Did you mean 'xla'?", "auto", "reference"]),
         ({"rollout__num_pages": 48}, ["rollout.num_pages = 48", "512 + 256 = 768", "At least 49 pages"]),
         ({"rewards": {}}, ["rewards is empty", "grpo learns from rewards alone"]),
@@ -270,7 +280,7 @@ def test_checking_touches_no_device():
 
 
 def test_every_mistake_is_told_at_once():
-    message = refusal(make(rollout__min_new_tokens=300, training__mini_batch_size=7, mesh__pipeline=2))
+    message = refusal(make(rollout__min_new_tokens=300, training__mini_batch_size=7, training__pipeline_repeats=2))
     assert len(message.split("\n\n")) == 3
 
 
@@ -311,14 +321,23 @@ def test_the_mesh_must_multiply_to_the_devices(row: int, data: int | None):
         assert "These multiply to 8: data=" in str(caught.value)
 
 
-def test_the_factorisations_that_are_offered_work():
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_the_factorisations_that_are_offered_work(pipeline: int):
     with pytest.raises(UserError) as caught:
-        fit_mesh(MeshConfig(data=3, fsdp=1, tensor=2), 8)
+        fit_mesh(MeshConfig(data=3, fsdp=1, tensor=2, pipeline=pipeline), 8)
     offered = str(caught.value).partition("These multiply to 8: ")[2].rstrip(".").removesuffix("; …").split("; ")
     assert offered
     for text in offered:
         sizes = {name: int(size) for name, size in (part.split("=") for part in text.split(", "))}
         assert fit_mesh(MeshConfig(**sizes), 8) == MeshConfig(**sizes)
+        assert sizes.get("pipeline", 1) == pipeline
+
+
+def test_a_pipeline_size_that_the_devices_decide_is_checked_when_they_are_known():
+    config = resolve(make(mesh__pipeline=-1, mesh__fsdp=1, training__pipeline_micro_batches=6))
+    assert with_mesh(config, 2).mesh.pipeline == 2
+    with pytest.raises(UserError, match=r"pipeline_micro_batches = 6 is not a multiple of mesh\.pipeline = 4"):
+        with_mesh(config, 4)
 
 
 def test_the_default_mesh_takes_all_devices():
@@ -331,7 +350,7 @@ def test_the_default_mesh_takes_all_devices():
 
 def model(**changes) -> types.SimpleNamespace:
     values = {"max_position": 1024, "num_heads": 14, "num_kv_heads": 2, "vocab_size": 100}
-    values |= {"hidden_size": 64, "intermediate_size": 96}
+    values |= {"hidden_size": 64, "intermediate_size": 96, "num_layers": 24}
     found = types.SimpleNamespace(**{**values, "eos_token_ids": (2,), "pad_token_id": 0, **changes})
     found.end_ids = functools.partial(ModelConfig.end_ids, found)
     return found
@@ -395,6 +414,27 @@ def test_the_mesh_must_divide_the_sizes_that_it_splits(mesh: dict, sizes: dict, 
         return
     with pytest.raises(UserError) as caught:
         configs.check_against_model(config, model(**sizes), Tokenizer())
+    for word in words:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("stages", "repeats", "layers", "words"),
+    [
+        (4, 1, 24, []),
+        (4, 3, 24, []),
+        (4, 1, 30, ["mesh.pipeline = 4", "30 layers", "every stage needs as many", "1, 2, 3, 5, 6, 10, 15, 30"]),
+        (4, 4, 24, ["mesh.pipeline = 4", "training.pipeline_repeats = 4", "16 pieces", "24 layers"]),
+    ],
+)
+def test_stages_must_divide_the_layers(stages: int, repeats: int, layers: int, words: list[str]):
+    """Caught: the pieces of an interleaved schedule not counted."""
+    config = resolve(make(mesh__pipeline=stages, mesh__fsdp=1, training__pipeline_repeats=repeats), stages)
+    if not words:
+        configs.check_against_model(config, model(num_layers=layers), Tokenizer())
+        return
+    with pytest.raises(UserError) as caught:
+        configs.check_against_model(config, model(num_layers=layers), Tokenizer())
     for word in words:
         assert word in str(caught.value)
 

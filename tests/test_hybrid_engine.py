@@ -20,14 +20,17 @@ MATRICES = (("attention", "qkv"), ("attention", "o"), ("mlp", "gate_up"), ("mlp"
 
 
 def engine_and_params(shape, *, bucket_bytes=2**20, dtype=jnp.float32, config=UNTIED, **options):
-    data, fsdp, tensor = shape
-    mesh = make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[: data * fsdp * tensor])
+    data, fsdp, tensor, *rest = shape
+    stages = rest[0] if rest else 1
+    mesh = make_mesh(
+        MeshConfig(data=data, fsdp=fsdp, tensor=tensor, pipeline=stages), jax.devices()[: data * fsdp * tensor * stages]
+    )
     decoder = Decoder(config)
     params = jax.device_put(decoder.init(jax.random.key(0)), TRAINING.shardings(mesh, decoder.logical_axes()))
     return HybridEngine(decoder, mesh, HybridEngineConfig(bucket_bytes=bucket_bytes), dtype, **options), params
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (1, 4, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 2, 2), (1, 4, 2), (1, 2, 2, 2)], ids=str)
 @pytest.mark.parametrize("bucket_bytes", [1, 2**20], ids=["array at a time", "all at once"])
 def test_values_and_shardings(shape, bucket_bytes):
     """Caught: layers in the wrong order; a bucket that leaves its last array behind; a last bucket never flushed."""

@@ -7,9 +7,11 @@
     python -m jaxrl_llm.bench growth --json growth.json          against batch, context, live tokens and group size
     python -m jaxrl_llm.bench growth --quick                     the same on a tiny random model, in seconds
     python -m jaxrl_llm.bench memory                             of an update against row length, from the compiler
+    python -m jaxrl_llm.bench pipeline --stages 4                an update against micro-batches: time, idle stages
 
-Prints a table (growth: four) and, with `--json FILE`, writes the figures: medians over `--steps` turns after the first;
-growth has its own repeats.
+`pipeline` takes a random model, on simulated devices where the machine has CPUs only. Prints a table (growth: four)
+and, with `--json FILE`, writes the figures: medians over `--steps` turns after the first; growth and pipeline have
+their own.
 """
 
 from __future__ import annotations
@@ -18,17 +20,19 @@ import argparse
 import dataclasses
 import importlib.metadata
 import json
+import os
 import pathlib
 import platform
 import sys
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm.allocator import restart_with_huge_pages
-from jaxrl_llm.bench import generation, growth, grpo_step, memory
+from jaxrl_llm.bench import generation, growth, grpo_step, memory, pipeline
 from jaxrl_llm.bench.workload import add_arguments, from_arguments
 from jaxrl_llm.models.loading import load_config
 
@@ -96,17 +100,32 @@ def show_memory(arguments: argparse.Namespace) -> dict[str, list[dict[str, float
     return {"memory": rows}
 
 
+def show_pipeline(arguments: argparse.Namespace) -> dict[str, list[growth.Row]]:
+    """Prints the table, the rows of a schedule when they are measured; returns it."""
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        jax.config.update("jax_num_cpu_devices", arguments.stages)  # before anything asks for a device
+    size = pipeline.QUICK if arguments.quick else pipeline.FULL
+    rows: list[growth.Row] = []
+    for of_schedule in pipeline.measure(size, arguments.stages):
+        rows += of_schedule
+        print(f"{of_schedule[0]['schedule']}: measured", file=sys.stderr, flush=True)
+    Console().print(growth.table_of(pipeline.title(size, arguments.stages), rows))
+    return {"pipeline": rows}
+
+
 def main() -> None:
     restart_with_huge_pages()  # as the command line does
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", nargs="?", default="step", choices=("step", "generation", "growth", "memory"))
+    subjects = ("step", "generation", "growth", "memory", "pipeline")
+    parser.add_argument("what", nargs="?", default="step", choices=subjects)
     parser.add_argument("--model", default=SMOLLM2, help="path as in model.path")
     parser.add_argument("--trl_python", default="", help="step: interpreter of an environment with torch and trl")
     parser.add_argument("--vllm_python", default="", help="generation: interpreter of an environment with vllm")
-    parser.add_argument("--quick", action="store_true", help="growth: a tiny random model in place of --model")
+    parser.add_argument("--quick", action="store_true", help="growth, memory, pipeline: a tiny random model")
     parser.add_argument("--tables", default=",".join(growth.TABLES), help="growth: only these")
+    parser.add_argument("--stages", type=int, default=4, help="pipeline: devices that the layers are split over")
     parser.add_argument("--json", default="", help="write the figures here")
     add_arguments(parser)
     arguments = parser.parse_args()
@@ -116,8 +135,8 @@ def main() -> None:
     if arguments.what == "growth":
         figures = show_growth(arguments)
         workload = dataclasses.asdict(growth.QUICK if arguments.quick else growth.FULL)
-    elif arguments.what == "memory":
-        figures = show_memory(arguments)
+    elif arguments.what in ("memory", "pipeline"):
+        figures = {"memory": show_memory, "pipeline": show_pipeline}[arguments.what](arguments)
         workload = {}
     else:
         title, figures = {"step": step_figures, "generation": generation_figures}[arguments.what](arguments)

@@ -265,6 +265,15 @@ class Block(nnx.Module):
             for module, shapes in zip((self.attention, self.mlp), _adapter_shapes(config, lora, fused), strict=True):
                 module.add_adapters(shapes, lora.scale, rngs)
 
-    def __call__(self, x: Float[Array, "N D"], rope: RopeTables, attend: Attend) -> Float[Array, "N D"]:
-        x = x + self.attention(self.attention_norm(x), rope, attend)
-        return x + self.mlp(self.mlp_norm(x))
+    def __call__(
+        self, x: Float[Array, "N D"], rope: RopeTables, attend: Attend, residual: str = "rows"
+    ) -> Float[Array, "N D"]:
+        """``residual``: the logical axis of tokens outside of attention and MLP, ``rows`` or ``sequence``."""
+        x = x + self._enclosed(lambda h: self.attention(h, rope, attend), self.attention_norm(x), residual)
+        return x + self._enclosed(self.mlp, self.mlp_norm(x), residual)
+
+    def _enclosed(
+        self, part: Callable[[Float[Array, "N D"]], Float[Array, "N D"]], x: Float[Array, "N D"], residual: str
+    ) -> Float[Array, "N D"]:
+        """The part on whole rows, where the tokens outside of it are split over ``tensor``."""
+        return part(x) if residual == "rows" else place(part(place(x, "rows", None)), residual, None)

@@ -31,10 +31,10 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxrl_kernels.row_attention.api import NO_WINDOW, row_attention
 from jaxrl_kernels.token_logprobs.api import token_logprobs
-from jaxrl_llm.models import arrangement, low_precision
+from jaxrl_llm.models import arrangement, low_precision, pipeline
 from jaxrl_llm.models.blocks import Block, RMSNorm
 from jaxrl_llm.models.config import Lora, ModelConfig
-from jaxrl_llm.models.placement import gather_layer, place, splitting_axes
+from jaxrl_llm.models.placement import gather_layer, pipeline_stages, place, row_shards, splitting_axes
 from jaxrl_llm.models.platform import compiles_for_cpu
 from jaxrl_llm.models.rope import rope_tables
 from jaxrl_llm.types import Params, TokenOutputs
@@ -119,10 +119,12 @@ class Decoder:
         *,
         remat: str = "none",
         unroll: bool | None = None,
+        schedule: pipeline.Schedule | None = None,
+        sequence_parallel: bool = False,
     ) -> Float[Array, "R T D"]:
         """Hidden states after the final norm, in the dtype of the parameters.
 
-        Where parameters are split over ``fsdp``, trace this under ``jax.set_mesh`` (see ``placement.py``).
+        Where parameters are split over ``fsdp`` or ``pipeline``, trace this under ``jax.set_mesh`` (``placement.py``).
 
         Args:
           positions: restart at 0 with each segment.
@@ -134,10 +136,51 @@ class Decoder:
           unroll: whether layers follow one another in the program, each on its own slice of the weights, or are one
             loop over the stack. Unrolled, a CPU needs no copies in and out of stacked arrays; compiling takes longer.
             None unrolls on CPUs.
+          schedule: where the mesh has several stages: how the rows go through them (``pipeline.py``); layers are then
+            in its order, see ``pipeline.arrange``. None is GPipe with as many micro-batches as stages.
+          sequence_parallel: whether tokens are split over ``tensor`` too between the products with weights.
         """
         if remat not in REMAT:
             raise ValueError(f"remat is {remat!r}; it must be one of {', '.join(REMAT)}")
-        rows, num_tokens = tokens.shape
+        residual = "sequence" if sequence_parallel else "rows"
+        run_layers = functools.partial(self._layers, remat=remat, unroll=unroll, residual=residual)
+        x = place(self._embed(params, tokens), "rows", None, None).reshape(tokens.size, -1)
+        x = place(x, residual, None)
+        prefix_ids = jnp.zeros_like(segment_ids) if prefix_ids is None else prefix_ids
+        columns = positions, segment_ids, prefix_ids
+        stages = pipeline_stages()
+        if schedule is None and stages > 1:
+            schedule = pipeline.Schedule(stages, micro_batches=stages)
+        windows = np.array([NO_WINDOW if window is None else window for window in self.config.windows], np.int32)
+        for name, run in self.runs.items():
+            stacked, window = params["blocks"][name], windows[run.start : run.stop]
+            if stages > 1:
+                assert schedule is not None
+                x = self._pipelined(schedule, run_layers, stacked, window, columns, x)
+            else:
+                x = run_layers({}, stacked, jnp.asarray(window), columns, x)
+        return self._final_norm(params, place(x, residual, None)).reshape(*tokens.shape, -1)
+
+    def _layers(
+        self,
+        trained: Params,
+        frozen: Params,
+        windows: Int[Array, " l"],
+        columns: tuple[Int[Array, "R T"], Int[Array, "R T"], Int[Array, "R T"]],
+        x: Float[Array, "N D"],
+        *,
+        remat: str,
+        unroll: bool | None,
+        residual: str,
+    ) -> Float[Array, "N D"]:
+        """Consecutive layers; the stacked parameters are those of both trees.
+
+        Args:
+          columns: positions, segment_ids and prefix_ids of the rows whose tokens x holds.
+        """
+        stacked = arrangement.merge_trees(frozen, trained)
+        positions, segment_ids, prefix_ids = columns
+        rows, num_tokens = positions.shape
         rope = rope_tables(self.config.rope, self.config.head_size, positions.reshape(-1))
         axes = splitting_axes(rows=rows, kv_heads=self.config.num_kv_heads)
 
@@ -162,21 +205,51 @@ class Decoder:
                 return place(attended.reshape(rows * num_tokens, *attended.shape[2:]), "rows", "heads", None)
 
             block = self._block(gather_layer(layer_data["params"]), fused=False)
-            return place(block(x, rope, attend), "rows", None), None
+            return place(block(x, rope, attend, residual), residual, None), None
 
         if REMAT[remat] is not None:
             layer = jax.checkpoint(layer, prevent_cse=False, policy=REMAT[remat])
-        x = place(self._embed(params, tokens), "rows", None, None).reshape(rows * num_tokens, -1)
-        x = place(x, "rows", None)
-        windows = np.array([NO_WINDOW if window is None else window for window in self.config.windows], np.int32)
-        for name, run in self.runs.items():
-            stacked, window = params["blocks"][name], jnp.asarray(windows[run.start : run.stop])
-            if compiles_for_cpu() if unroll is None else unroll:
-                for index, layer_params in enumerate(arrangement.unstack(stacked, len(run))):
-                    x, _ = layer(x, {"params": layer_params, "window": window[index]})
-            else:
-                x, _ = jax.lax.scan(layer, x, {"params": stacked, "window": window})
-        return self._final_norm(params, x).reshape(rows, num_tokens, -1)
+        if compiles_for_cpu() if unroll is None else unroll:
+            for index, layer_params in enumerate(arrangement.unstack(stacked, len(windows))):
+                x, _ = layer(x, {"params": layer_params, "window": windows[index]})
+        else:
+            x, _ = jax.lax.scan(layer, x, {"params": stacked, "window": windows})
+        return x
+
+    def _pipelined(
+        self,
+        schedule: pipeline.Schedule,
+        run_layers: pipeline.Stage,
+        stacked: Params,
+        windows: np.ndarray,
+        columns: tuple[Int[Array, "R T"], Int[Array, "R T"], Int[Array, "R T"]],
+        x: Float[Array, "N D"],
+    ) -> Float[Array, "N D"]:
+        """The layers of a run over the pipeline's stages. A micro-batch takes as many rows of each shard."""
+        rows, num_tokens = columns[0].shape
+        shards, count = row_shards(), schedule.micro_batches
+        if rows % (shards * count):
+            raise ValueError(
+                f"{rows} rows can't be cut into {count} micro-batches of as many rows on each of {shards} devices"
+            )
+
+        def cut(value: Array) -> Array:
+            parts = jnp.moveaxis(value.reshape(shards, count, -1, value.shape[-1]), 1, 0)
+            return place(parts.reshape(count, -1, value.shape[-1]), "micro_batches", "rows_of_micro_batch", None)
+
+        base, adapters = arrangement.split_adapters(stacked)
+        trained, frozen = (stacked, {}) if self.lora is None else (adapters, base)
+        out = pipeline.run(
+            schedule,
+            run_layers,
+            trained,
+            frozen,
+            jnp.asarray(windows[schedule.layer_order(len(windows))]),
+            jax.tree.map(cut, columns),
+            cut(x),
+        )
+        back = jnp.moveaxis(out.reshape(count, shards, -1, out.shape[-1]), 0, 1)
+        return place(back.reshape(rows * num_tokens, -1), "rows", None)
 
     def token_logprobs(
         self,

@@ -120,9 +120,15 @@ def load_parameters(
       mesh, layout, dtype: as in :func:`load_model`.
 
     Raises:
-      UserError: tensors that are missing, left over or of another shape.
+      UserError: tensors that are missing, left over or of another shape, or layers that the mesh can't split evenly.
     """
     config = decoder.config
+    stages = 1 if mesh is None or layout is None else mesh.shape.get(layout.rules.get("layers"), 1)
+    if config.num_layers % stages:
+        raise UserError(
+            f"{local} has {config.num_layers} layers, and mesh.pipeline = {stages} does not divide them: every stage "
+            "needs as many. Choose another mesh or model."
+        )
     tensors: Tensors = GgufTensors(local) if local.suffix == ".gguf" else SafetensorsFolder(local)
     all_sizes = {**sizes_of(config), **(sizes or {})}
     _check(tensors, rules, config, all_sizes, unread)

@@ -2,8 +2,12 @@
 
 Left alone, the partitioner may follow the weights: it splits the width of activations over ``fsdp`` and adds up
 partial products of *all* rows on every device. These constraints say what is meant instead: rows stay split over
-``data`` and ``fsdp``, heads, MLP and vocabulary over ``tensor``, and a layer's weights are gathered over ``fsdp``
-when the layer runs (ZeRO-3, arXiv:1910.02054).
+``data``, ``fsdp`` and ``pipeline``, heads, MLP and vocabulary over ``tensor``, and a layer's weights are gathered over
+``fsdp`` when the layer runs (ZeRO-3, arXiv:1910.02054). Within a stage of a pipeline (``pipeline.py``), where that axis
+is manual, rows are split over the other two.
+
+Sequence parallelism (arXiv:2205.05198) splits tokens over ``tensor`` as well where no matrix splits them: what is added
+up from layer to layer, and its norms.
 
 They act where the project's mesh is in context (``jax.set_mesh``) and its axes are automatic; elsewhere, so under
 ``shard_map`` or without a mesh, they do nothing.
@@ -21,13 +25,18 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxrl_llm.models.arrangement import AXES
 from jaxrl_llm.types import Params
 
-ROW_AXES = ("data", "fsdp")
+PIPELINE_AXIS = "pipeline"
+
+ROW_AXES = ("data", "fsdp", PIPELINE_AXIS)
 """Mesh axes that split the rows of a batch."""
 
 TENSOR_AXIS = "tensor"
 
 _MESH_AXES: dict[str, tuple[str, ...]] = {
     "rows": ROW_AXES,
+    "sequence": (*ROW_AXES, TENSOR_AXIS),
+    "micro_batches": (PIPELINE_AXIS,),
+    "rows_of_micro_batch": ("data", "fsdp"),
     "heads": (TENSOR_AXIS,),
     "kv_heads": (TENSOR_AXIS,),
     "mlp": (TENSOR_AXIS,),
@@ -40,13 +49,36 @@ def splitting_axes(**sizes: int) -> tuple[tuple[str, ...] | None, ...] | None:
 
     None as a whole where the project's mesh is not in context or its axes are not automatic.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if not {*ROW_AXES, TENSOR_AXIS} <= set(mesh.axis_names) or set(mesh.axis_types) != {AxisType.Auto}:
+    sizes_by_name = _automatic()
+    if sizes_by_name is None:
         return None
-    return tuple(_divide(_MESH_AXES.get(axis, ()), length, mesh.shape) for axis, length in sizes.items())
+    return tuple(_divide(_MESH_AXES.get(axis, ()), length, sizes_by_name) for axis, length in sizes.items())
+
+
+def pipeline_stages() -> int:
+    """Into how many stages the mesh in context splits the layers; 1 within a stage, or without the project's mesh."""
+    return (_automatic() or {}).get(PIPELINE_AXIS, 1)
+
+
+def row_shards() -> int:
+    """Over how many devices a stage splits the rows of a micro-batch."""
+    sizes = _automatic() or {}
+    return math.prod(sizes.get(name, 1) for name in _MESH_AXES["rows_of_micro_batch"])
+
+
+def _automatic() -> dict[str, int] | None:
+    """Size by name of the mesh's axes, without a manual ``pipeline``; None where the others are not as they must be."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = {str(name): kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)}
+    if kinds.get(PIPELINE_AXIS) == AxisType.Manual:
+        del kinds[PIPELINE_AXIS]
+    if not {"data", "fsdp", TENSOR_AXIS} <= set(kinds) or set(kinds.values()) != {AxisType.Auto}:
+        return None
+    return {name: mesh.shape[name] for name in kinds}
 
 
 def _divide(names: tuple[str, ...], length: int, mesh_shape: Mapping[str, int]) -> tuple[str, ...] | None:
+    names = tuple(name for name in names if name in mesh_shape)
     return names if names and length % math.prod(mesh_shape[name] for name in names) == 0 else None
 
 
@@ -55,12 +87,14 @@ def place(x: jax.Array, *axes: str | None) -> jax.Array:
 
     A dimension that the mesh does not divide is left whole, as the parameter it comes from must be.
     """
-    if splitting_axes() is None:
+    return _constrain(x, [_MESH_AXES.get(axis or "", ()) for axis in axes])
+
+
+def _constrain(x: jax.Array, names: list[tuple[str, ...]]) -> jax.Array:
+    mesh_shape = _automatic()
+    if mesh_shape is None:
         return x
-    mesh_shape = jax.sharding.get_abstract_mesh().shape
-    entries = [
-        _divide(_MESH_AXES.get(axis or "", ()), length, mesh_shape) for axis, length in zip(axes, x.shape, strict=True)
-    ]
+    entries = [_divide(axes, length, mesh_shape) for axes, length in zip(names, x.shape, strict=True)]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
 
@@ -71,3 +105,14 @@ def gather_layer(params: Params) -> Params:
         return place(leaf, *AXES["/".join(entry.key for entry in path[-2:])])
 
     return jax.tree.map_with_path(gather, params)
+
+
+def place_weights(params: Params) -> Params:
+    """Weights of layers, with any dimensions in front, split as at rest: over ``fsdp`` and ``tensor``."""
+
+    def split(path: tuple[Any, ...], leaf: jax.Array) -> jax.Array:
+        axes = AXES["/".join(entry.key for entry in path[-2:])]
+        names = [("fsdp",) if axis == "embed" else _MESH_AXES.get(axis or "", ()) for axis in axes]
+        return _constrain(leaf, [()] * (leaf.ndim - len(axes)) + names)
+
+    return jax.tree.map_with_path(split, params)

@@ -73,7 +73,7 @@ def test_no_mesh_no_constraint():
         assert splitting_axes(rows=8) is None
     mesh = _mesh(2, 1, 2, 2)
     with jax.set_mesh(mesh):
-        assert splitting_axes(rows=8, vocab=3) == (("data", "fsdp"), None)
+        assert splitting_axes(rows=8, vocab=3) == (("data", "fsdp", "pipeline"), None)
         mapped = jax.shard_map(
             lambda x: place(x, "rows", None), mesh=mesh, axis_names={"data", "pipeline", "fsdp"},
             in_specs=PartitionSpec(("data", "fsdp")), out_specs=PartitionSpec(("data", "fsdp")),

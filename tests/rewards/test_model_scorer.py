@@ -243,9 +243,11 @@ def test_scores_that_are_no_numbers_are_failures(folders, tmp_path, caplog):
     assert scorer.metrics["failures"] == 2
 
 
-def test_on_a_mesh_scores_are_the_same(folders, texts):
-    """Rows over data and fsdp, weights over fsdp and tensor; sums in another order, hence float32's tolerance."""
-    mesh = Mesh(np.asarray(jax.devices()).reshape(2, 1, 2, 2), ("data", "pipeline", "fsdp", "tensor"))
+@pytest.mark.parametrize("shape", [(2, 1, 2, 2), (1, 2, 2, 2)], ids=str)
+def test_on_a_mesh_scores_are_the_same(folders, texts, shape):
+    """Rows over data, pipeline and fsdp, weights over fsdp and tensor, layers over pipeline; sums in another order,
+    hence float32's tolerance."""
+    mesh = Mesh(np.asarray(jax.devices()).reshape(shape), ("data", "pipeline", "fsdp", "tensor"))
     for name, label in (("concat", None), ("pair", 0)):
         options = {"max_tokens": 100, "batch_tokens": 400, "label": label}
         expected = ModelScorer(folders[name][0], **options).score(*texts)
