@@ -36,6 +36,8 @@ FREE_TO_CHANGE = (
     "training.micro_batch_tokens",
     "training.row_tokens",
     "training.logprob_chunk_tokens",
+    "training.pipeline_",
+    "training.sequence_parallel",
     "reward_runner.num_workers",
     "mesh.",
     "hybrid_engine.",
