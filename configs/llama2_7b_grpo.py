@@ -26,6 +26,7 @@ LLAMA2_7B = {
 def get_config():
     config = default_config("grpo")
     config.model.architecture = LLAMA2_7B
+    config.tokenizer.path = "meta-llama/Llama-2-7b-hf"
     config.model.remat = "full"
     config.data.max_prompt_tokens = 512
     config.rewards = {"math": {"function": "math"}}

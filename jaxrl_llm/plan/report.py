@@ -77,7 +77,7 @@ def notes(setup: Setup, planned: PlannedDevices, plan: Estimate) -> list[str]:
         source = "of a formula, nothing was compiled"
     lines = [
         f"{verdict}: at most {plan.peak_bytes / 1e9:.2f} GB of {planned.memory_bytes / 1e9:.1f}, of which "
-        f"{MEMORY_MARGIN:.0%} stay free for the driver, NCCL and the allocator: {limit / 1e9:.1f} are left to plan with.",
+        f"{MEMORY_MARGIN:.0%} stay free for the driver, NCCL and the allocator: {limit / 1e9:.1f} remain.",
         f"Temporaries are {source}.",
         f"An update has {plan.micro_batches} micro-batches of {setup.row_shape.rows_per_micro} rows of "
         f"{setup.row_shape.row_tokens} tokens where every prompt and completion is as long as it may be.",
