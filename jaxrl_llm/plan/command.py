@@ -10,12 +10,14 @@ import pathlib
 import time
 from typing import Any
 
+from clu import parameter_overview
 from rich.console import Console
 
 from jaxrl_kernels.gpu_compile import Report
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.plan import device_kinds
 from jaxrl_llm.plan.abstract_roles import model_shape
 from jaxrl_llm.plan.device_kinds import DEVICE_KINDS, PlannedDevices
@@ -47,7 +49,8 @@ def plan(
         config = configs.with_mesh(config, devices)
     planned = device_kinds.planned_devices(DEVICE_KINDS[device_kind], devices)
     progress, console = Console(stderr=True), Console()
-    title = f"{config.model.path or 'model.architecture'} on {devices} x {device_kind}"
+    size = parameter_overview.count_parameters(Decoder(shape).abstract_params())
+    title = f"{config.model.path or shape.architecture}, {size / 1e9:.3g} B parameters, on {devices} x {device_kind}"
     if search:
         rows = ranked(config, shape, planned)
         for place in range(min(COMPILED_OF_SEARCH, len(rows))):
@@ -76,7 +79,7 @@ def check(devices: int, device_kind: str) -> None:
       UserError: the command line asks for what there is not.
     """
     if device_kind not in DEVICE_KINDS:
-        raise UserError(f"--device-kind {device_kind}: it must be one of {', '.join(DEVICE_KINDS)}.")
+        raise UserError(f"--device-kind {device_kind or 'is missing'}: it must be one of {', '.join(DEVICE_KINDS)}.")
     if not 1 <= devices <= MOST_DEVICES:
         raise UserError(f"--devices {devices}: give a number of devices from 1 to {MOST_DEVICES}, for example 8.")
 
