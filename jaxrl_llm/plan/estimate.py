@@ -86,7 +86,7 @@ def _temporaries(report: Report) -> int:
 
 
 def _memory(setup: Setup, temporaries: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-    generation, layout = setup.generation, setup.layout()
+    generation, layout = setup.generation, setup.layout
     pools = 0 if generation is None else device_bytes(generation.pools)
     state = setup.parameter_bytes() + setup.frozen_bytes() + setup.optimizer_bytes()
     gradients = max(setup.gradient_bytes(role) for role in setup.trained)

@@ -46,7 +46,7 @@ def matrix_parameters(setup: Setup, role: str) -> tuple[int, int]:
 
 def sent(setup: Setup) -> dict[str, list[Collective]]:
     """By program, as in `estimate.Estimate`: gathers and scatters of weights over ``fsdp``, sums of gradients over
-    ``data``, and two sums of activations a layer in each direction over ``tensor``, and once more where the layer is
+    ``data``, and two sums of activations a layer in each direction over ``tensor``, and one more where the layer is
     computed again."""
     found: dict[str, list[Collective]] = {}
     mesh, item = setup.mesh, setup.dtype.itemsize
@@ -55,7 +55,7 @@ def sent(setup: Setup) -> dict[str, list[Collective]]:
         shape = setup.models[role].decoder.config
         weights = sum(matrix_parameters(setup, role)) * item / tensor / mesh.shape["pipeline"]
         rows = setup.row_shape.rows_per_micro * setup.row_shape.row_tokens / (data * fsdp)
-        sums = {"none": 4, "dots": 4, "full": 6}[setup.config.model.remat] * shape.num_layers // mesh.shape["pipeline"]
+        sums = {"none": 4, "dots": 4, "full": 5}[setup.config.model.remat] * shape.num_layers // mesh.shape["pipeline"]
         gradients = setup.gradient_bytes(role) * fsdp * item / 4
         found[f"update of {role}"] = [
             _one("all-gather", "fsdp", mesh, 2 * weights * (fsdp - 1) / fsdp, 2 * shape.num_layers),

@@ -14,6 +14,8 @@ from jaxrl_llm.plan.device_kinds import MEMORY_MARGIN, Efficiency, PlannedDevice
 from jaxrl_llm.plan.estimate import Estimate
 from jaxrl_llm.plan.setup import Setup
 
+SHOWN_OF_SEARCH = 12
+
 
 def mesh_text(config: RunConfig) -> str:
     sizes = ((axis, size) for axis, size in dataclasses.asdict(config.mesh).items() if size > 1)
@@ -98,7 +100,7 @@ def show_ranking(console: Console, rows: Sequence[tuple[RunConfig, Setup, Estima
     table = Table(title="Meshes, best first")
     for name in ("mesh", "GB of a device", "fits", "step s", "layout", "prefill", "decode", "training", "temporaries"):
         table.add_column(name, justify="left" if name in ("mesh", "fits", "temporaries") else "right")
-    for config, _, plan in rows:
+    for config, _, plan in rows[:SHOWN_OF_SEARCH]:
         generating = [plan.seconds.get(name, 0.0) for name in ("layout change", "prefill", "decode")]
         table.add_row(
             mesh_text(config),
@@ -109,6 +111,8 @@ def show_ranking(console: Console, rows: Sequence[tuple[RunConfig, Setup, Estima
             f"{plan.step_s - sum(generating):.3g}",
             "compiled" if plan.compiled else "formula",
         )
+    if len(rows) > SHOWN_OF_SEARCH:
+        table.caption = f"and {len(rows) - SHOWN_OF_SEARCH} more, which --json has"
     console.print(table)
 
 

@@ -70,7 +70,7 @@ def phase_seconds(
     seen = (work.prompt_tokens + work.new_tokens) / 2
     found: dict[str, float] = {}
     if setup.generation is not None:
-        layout = setup.layout()
+        layout = setup.layout
         link = (kind.link_rate if devices <= 8 else kind.network_rate) * efficiency.communication
         found["layout change"] = layout.received / link + 2 * layout.new / kind.memory_rate
         prefilling = forward_flops(setup, setup.main, work.prompts * work.prompt_tokens, work.prompt_tokens / 2) / rate

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -138,6 +139,7 @@ class Setup:
         """In float32, while an update of the role runs."""
         return device_bytes(self.states[role].params)
 
+    @functools.cached_property
     def layout(self) -> LayoutBytes:
         """What the change to the generation layout writes and receives."""
         if self.generation is None:
