@@ -49,7 +49,7 @@ def tiny(devices: int, **mesh: int):
     values.tokenizer.path = "builtin:tiny_addition"
     values.eval.before = values.eval.after = False
     values.data.eval = ""
-    values.train_batch_size, values.training.mini_batch_size, values.rollout.num_slots = 8, 8, 16
+    values.train_batch_size, values.training.mini_batch_size = 8, 8
     values.training.micro_batch_tokens = 256
     values.rollout.samples_per_prompt = 4
     values.mesh = dataclasses.asdict(MeshConfig(**mesh))
@@ -66,7 +66,7 @@ def test_memory_is_that_of_a_run():
     """Live bytes on a device while a run updates, and the temporaries of the program that it really ran, within 15 %
     (what is left: the run's own small arrays, and the rows of a step that is not full).
 
-    Caught: pages of one replica only; moments left out; parameters as if they were not sharded.
+    Caught: pages left out; moments left out; arrays counted as if they were not sharded.
     """
     config = tiny(4, fsdp=2, tensor=2)
     planned = planned_devices(DEVICE_KINDS["cpu"], 4)
