@@ -4,6 +4,7 @@
     python -m jaxrl_llm.main eval     --config configs/tiny_grpo.py
     python -m jaxrl_llm.main generate --config configs/tiny_grpo.py --prompt "37+58="
     python -m jaxrl_llm.main export   --config configs/tiny_grpo.py --output exported/
+    python -m jaxrl_llm.main plan     --config configs/tiny_grpo.py --devices 8 --device-kind H200 [--search]
 
 A configuration is a Python file (`config.py` says how to write one); ``--config.a.b=3`` changes an option. The run
 lives in its work folder: the same command goes on where it was, and eval, generate and export use its newest
@@ -109,8 +110,13 @@ def run(arguments: Sequence[str]) -> None:
     from jaxrl_llm.config import resolve
     from jaxrl_llm.launch.joining import find, join
 
-    config = resolve(read_config(options.config, overrides), training=options.command == "train")
+    config = resolve(read_config(options.config, overrides), training=options.command in ("train", "plan"))
     require_inputs(config, options)
+    if options.command == "plan":
+        from jaxrl_llm.plan.command import plan
+
+        plan(config, options.devices, options.device_kind, search=options.search, json_path=options.json)
+        return
     joining = find(os.environ, options.coordinator, options.processes, options.process)
 
     from jaxrl_llm import processes
@@ -185,7 +191,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="jaxrl-llm", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("command", nargs="?", default="train", choices=COMMANDS, help="default: train")
+    parser.add_argument("command", nargs="?", default="train", choices=(*COMMANDS, "plan"), help="default: train")
     parser.add_argument("--config", metavar="FILE.py", help="Python file with get_config()")
     parser.add_argument("--workdir", type=_path, help="folder of the run; default: outputs/<name of the file>")
     parser.add_argument("--prompt", action="append", default=[], help="generate: a prompt; may be repeated")
@@ -196,6 +202,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no cluster says it")
     parser.add_argument("--processes", type=int, help="how many processes the run has, with --coordinator")
     parser.add_argument("--process", type=int, help="which of them this is, from 0, with --coordinator")
+    parser.add_argument("--devices", type=int, default=0, help="plan: how many")
+    parser.add_argument("--device-kind", default="", metavar="KIND", help="plan: H200, H100 or cpu")
+    parser.add_argument("--search", action="store_true", help="plan: rank all meshes in place of the configured one")
+    parser.add_argument("--json", type=_path, help="plan: also write it to this file")
     parser.add_argument("--help_options", action="store_true", help="list every option of a configuration and exit")
     options = parser.parse_args(arguments)
     if not options.config and not options.help_options:

@@ -124,7 +124,7 @@ class RoleBuilder:
             self.config.model.path or "from scratch",
             parameter_overview.count_parameters(self.start),
         )
-        logger.debug(parameter_overview.get_parameter_overview(self.start, include_stats="sharding"))
+        logger.debug(parameter_overview.get_parameter_overview(self.start, include_stats=False))
         if self.schedule is not None:
             logger.info(
                 "%d stages and %d micro-batches at once: stages are idle %.1f %% of the time in the layers",
@@ -151,7 +151,7 @@ class RoleBuilder:
     def _make(self, role: Role, models: dict[str, Model], last: bool) -> tuple[Model, RoleState]:
         decoder, params, own = self._parameters(role, last)
         if role.head != "tokens" and "value_head" not in params:
-            headed = add_value_head(decoder, params)
+            headed = self._headed(decoder, params)
             params = headed if role.head == "values" else {**params, **headed}
         trained = role.trained and not self.read_only
         base = None
@@ -172,7 +172,7 @@ class RoleBuilder:
         shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
         settings = self.config.critic.optimizer if role.section == "critic" else self.config.optimizer
         transformation = optimizers.make_optimizer(settings, self.total_updates)
-        state, state_shardings = update.init_role(params, transformation, shardings, self.mesh)
+        state, state_shardings = self._first_state(params, transformation, shardings)
         program = update.make_update(
             forward,
             self.algorithm,
@@ -198,7 +198,18 @@ class RoleBuilder:
             return self.decoder, self.start, last
         dtype = jnp.float32 if role.trained else self.dtype
         # A copy of its own: the policy's buffers are donated by the first update.
-        return self.decoder, jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), self.start), True
+        return self.decoder, self._copy_of_start(dtype), True
+
+    # What makes arrays, apart from loading: a plan of a run has shapes in their place.
+
+    def _copy_of_start(self, dtype: Any) -> Params:
+        return jax.tree.map(lambda leaf: jnp.array(leaf, dtype, copy=True), self.start)
+
+    def _headed(self, decoder: Decoder, params: Params) -> Params:
+        return add_value_head(decoder, params)
+
+    def _first_state(self, params: Params, transformation: Any, shardings: Any) -> tuple[RoleState, RoleState]:
+        return update.init_role(params, transformation, shardings, self.mesh)
 
     def _split(self, decoder: Decoder, params: Params, role: Role) -> tuple[Params, Params]:
         """The base, which stays as it is, and what is trained, in float32: adapters, and a value head."""

@@ -16,26 +16,25 @@ import math
 import pathlib
 import re
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl_kernels import gpu_compile
 from jaxrl_llm import packing, update
 from jaxrl_llm.algorithms import ALGORITHMS
 from jaxrl_llm.algorithms.grpo import GRPOOptions
 from jaxrl_llm.config import MeshConfig, OptimizerConfig, RolloutConfig
-from jaxrl_llm.decoding import rows as engine_rows
-from jaxrl_llm.decoding.engine import Engine
 from jaxrl_llm.models import low_precision
 from jaxrl_llm.models.config import ModelConfig, RopeConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.optimizer import make_optimizer
-from jaxrl_llm.sharding import GENERATION, TRAINING, batch_sharding, batch_shards, make_mesh, replicated
-from jaxrl_llm.types import Params, Rows
+from jaxrl_llm.plan.abstract_roles import with_shardings
+from jaxrl_llm.plan.programs import Generation, Program, update_program
+from jaxrl_llm.sharding import TRAINING, batch_shards, make_mesh
 
 LLAMA_8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -61,26 +60,6 @@ MESHES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """A jitted function with the abstract arguments it is to be compiled for."""
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    mesh: Mesh
-
-    def compile(self) -> gpu_compile.Report:
-        return gpu_compile.compile(self.function, *self.arguments, mesh=self.mesh)
-
-    @property
-    def argument_bytes(self) -> int:
-        """What the arguments take on one device by their shapes and shardings, nothing compiled."""
-        return sum(
-            math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-            for leaf in jax.tree.leaves(self.arguments)
-        )
-
-
 def with_layers(num_layers: int, config: ModelConfig = LLAMA_8B) -> ModelConfig:
     return dataclasses.replace(config, num_layers=num_layers, windows=config.windows[:1] * num_layers)
 
@@ -89,13 +68,6 @@ def gpu_mesh(config: MeshConfig) -> Mesh:
     """The project's mesh over compile-only H200s."""
     count = config.data * config.fsdp * config.tensor * config.pipeline
     return make_mesh(config, gpu_compile.devices(count))
-
-
-def _abstract(tree: Any, shardings: Any) -> Any:
-    def one(leaf: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-    return jax.tree.map(one, tree, shardings)
 
 
 def decode_program(
@@ -108,31 +80,8 @@ def decode_program(
     weight_dtype: str = low_precision.COMPUTE,
 ) -> Program:
     """One decode dispatch of the engine in bfloat16, with pools for all slots at full length on each replica."""
-    decoder = Decoder(config)
-    rollout = RolloutConfig(num_slots=num_slots, page_size=16, attention=attention)
-    engine = Engine(decoder, mesh, rollout, context=context, dtype=jnp.bfloat16)
-
-    def arrange(params: Params) -> Params:
-        arranged = decoder.generation_params(params, weight_dtype)
-        layers = [low_precision.cast_rest(layer, jnp.dtype(jnp.bfloat16)) for layer in arranged.pop("layers")]
-        return {**jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), arranged), "layers": layers}
-
-    params = jax.eval_shape(arrange, decoder.abstract_params())
-    pools = jax.eval_shape(lambda: engine._zero_pools(jnp.bfloat16))
-    width = engine_rows.decode_width(engine._buckets.columns[-1])
-    packed = jax.ShapeDtypeStruct(
-        (engine.num_replicas * engine._buckets.rows[-1], width), jnp.int32, sharding=engine._rows_sharding
-    )
-    arguments = (
-        _abstract(params, GENERATION.shardings(mesh, decoder.generation_axes(weight_dtype))),
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=engine._pool_sharding), pools),
-        [],
-        packed,
-        jax.ShapeDtypeStruct(
-            (engine.num_replicas * num_slots, engine_rows.PROGRESS_WIDTH), jnp.int32, sharding=engine._rows_sharding
-        ),
-    )
-    return Program(engine._decode_program, arguments, mesh)
+    rollout = RolloutConfig(num_slots=num_slots, page_size=16, attention=attention, weight_dtype=weight_dtype)
+    return Generation(Decoder(config), mesh, rollout, context, jnp.bfloat16).decode()
 
 
 def training_program(config: ModelConfig, mesh: Mesh, *, row_tokens: int = 4096, micro_batches: int = 4) -> Program:
@@ -140,39 +89,14 @@ def training_program(config: ModelConfig, mesh: Mesh, *, row_tokens: int = 4096,
     for the backward pass."""
     decoder = Decoder(config)
     optimizer = make_optimizer(OptimizerConfig(name="adamw"), 100)
-    params = decoder.abstract_params()
-    shardings = TRAINING.shardings(mesh, decoder.logical_axes())
+    params = with_shardings(decoder.abstract_params(), TRAINING.shardings(mesh, decoder.logical_axes()))
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     role_shardings = update.role_shardings_of(params, optimizer, shardings, mesh)
-    role = update.RoleState(params, jax.eval_shape(optimizer.init, params))
+    opt_state = with_shardings(jax.eval_shape(optimizer.init, params), role_shardings.opt_state)
     forward = update.Forward(decoder, 1.0, jnp.bfloat16, "full", 1024 * batch_shards(mesh))
     step = update.make_update(forward, ALGORITHMS["grpo"], GRPOOptions(), optimizer, 1.0, role_shardings, mesh)
     shape = packing.RowShape.of(row_tokens, row_tokens, batch_shards(mesh))
-    sizes = micro_batches, shape.rows_per_micro, row_tokens
-    rows = jax.eval_shape(lambda: Rows.zeros(sizes, module=jnp))
-    split = batch_sharding(mesh, ndim=3, row_dimension=1)
-    whole = replicated(mesh)
-    arguments = (
-        _abstract(role, role_shardings),
-        (None, None),
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split), rows),
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
-        jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
-    )
-    program = step.__wrapped__  # jitted; `gpu_compile.compile` sets the mesh
-    return Program(_Static(program, old_is_actor=True), arguments, mesh)
-
-
-class _Static:
-    """A jitted function whose static arguments are given: what ``functools.partial`` would be, with ``lower``."""
-
-    def __init__(self, function: Any, **static: Any):
-        self.function, self.static = function, static
-
-    def lower(self, *arguments: Any) -> Any:
-        return self.function.lower(*arguments, **self.static)
-
-    def __call__(self, *arguments: Any) -> Any:
-        return self.function(*arguments, **self.static)
+    return update_program(step, update.RoleState(params, opt_state), shape, micro_batches, mesh)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.families.family import HfConfig, token_ids
 from jaxrl_llm.models.gguf_file import GgufTensors, gguf_hf_config
-from jaxrl_llm.models.locate import resolve_path
+from jaxrl_llm.models.locate import CONFIG_FILES, resolve_path
 from jaxrl_llm.models.registry import FAMILIES, config_from_hf
 from jaxrl_llm.models.safetensors_folder import SafetensorsFolder, check_shapes
 from jaxrl_llm.models.tensors import Index, TensorRule, sizes_of
@@ -49,7 +49,7 @@ def load_config(path: str | Path) -> ModelConfig:
     Raises:
       UserError: no such model, not one that is supported, or a damaged config.
     """
-    local = resolve_path(path)
+    local = resolve_path(path, CONFIG_FILES)
     return config_from_hf(read_hf_config(local), str(local))
 
 

@@ -10,16 +10,18 @@ from jaxrl_llm.errors import UserError
 
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+CONFIG_FILES = ["config.json", "generation_config.json"]
 HUB_FILES = ["*.safetensors", "*.safetensors.index.json", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
-def resolve_path(path: str | Path) -> Path:
+def resolve_path(path: str | Path, hub_files: list[str] = HUB_FILES) -> Path:
     """The local folder or ``.gguf`` file that ``path`` names.
 
     Args:
       path: a folder in Hugging Face's format; a ``.gguf`` file; ``builtin:NAME``, a model of this package;
         ``package:NAME``, the one ``.gguf`` file inside an installed package, which is not imported; or a hub id
         ``owner/name``, downloaded into the hub's cache.
+      hub_files: what to download of a model on the hub, as patterns.
 
     Raises:
       UserError: there is no such thing.
@@ -38,7 +40,7 @@ def resolve_path(path: str | Path) -> Path:
             "Give the folder that holds config.json and the .safetensors files."
         )
     if HUB_ID.fullmatch(text) and not text.startswith(".") and local.suffix != ".gguf":
-        return _hub(text)
+        return _hub(text, hub_files)
     raise UserError(
         f"The model path {text!r} does not exist. Give a Hugging Face folder, a .gguf file, a hub id 'owner/name', "
         "'builtin:NAME' or 'package:NAME'."
@@ -65,11 +67,11 @@ def _package(name: str) -> Path:
     return files[0]
 
 
-def _hub(name: str) -> Path:
+def _hub(name: str, files: list[str]) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=files))
     except (OSError, ValueError) as error:  # no network, no such model, no right to it, no valid name
         raise UserError(
             f"The model {name!r} is neither a local folder nor could it be downloaded from the hub: {error}. "

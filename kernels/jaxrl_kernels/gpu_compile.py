@@ -46,7 +46,12 @@ class Chip:
 
 
 H200 = Chip("NVIDIA H200", (9, 0), 132, 232448, 151397597184, 4_800_000_000_000, 1.98, 52428800)
+H100 = Chip("NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 85520809984, 3_350_000_000_000, 1.98, 52428800)
 A100 = Chip("NVIDIA A100-SXM4-80GB", (8, 0), 108, 166912, 85899345920, 2_039_000_000_000, 1.41, 41943040)
+
+
+HOST_DEVICES = 8
+"""GPUs of one machine, joined by NVLink."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,14 +60,15 @@ class Report:
 
     Attributes:
       text: the optimised HLO.
-      argument_bytes, output_bytes, temporary_bytes: memory of one device. Aliased outputs count in both of the first
-        two; what the driver, NCCL and the allocator take is in none.
+      argument_bytes, output_bytes, temporary_bytes: memory of one device. Aliased outputs, ``alias_bytes`` of them,
+        count in both of the first two; what the driver, NCCL and the allocator take is in none.
       kernels: ``triton`` or ``mosaic`` for each call of a Pallas kernel in the program, in its order.
     """
 
     text: str
     argument_bytes: int
     output_bytes: int
+    alias_bytes: int
     temporary_bytes: int
     kernels: tuple[str, ...]
 
@@ -80,7 +86,7 @@ def missing() -> str | None:
 
 
 def devices(num_devices: int = 1, chip: Chip = H200) -> list[Any]:
-    """Compile-only devices of one host, for a mesh.
+    """Compile-only devices for a mesh: of one host, or of hosts of `HOST_DEVICES` where that divides a larger number.
 
     Raises:
       NotImplementedError: the CUDA plugin is missing; the message names the package.
@@ -89,8 +95,9 @@ def devices(num_devices: int = 1, chip: Chip = H200) -> list[Any]:
         raise NotImplementedError(reason)
     from jax.experimental import topologies
 
+    hosts = num_devices // HOST_DEVICES if num_devices % HOST_DEVICES == 0 else 1
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=_target_config(chip), topology=f"1x1x{num_devices}"
+        platform="cuda", target_config=_target_config(chip), topology=f"1x{hosts}x{num_devices // hosts}"
     )
     return list(topology.devices)
 
@@ -144,6 +151,7 @@ def compile(function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = N
         text=text,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
+        alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         kernels=kernel_targets(lowered.as_text()),
     )

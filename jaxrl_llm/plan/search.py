@@ -1,0 +1,58 @@
+"""Every mesh that a run could have on so many devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxrl_llm.config import MeshConfig, RunConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.plan.device_kinds import PlannedDevices
+from jaxrl_llm.plan.estimate import Estimate, estimate
+from jaxrl_llm.plan.setup import Setup
+
+
+def meshes(count: int) -> Iterator[MeshConfig]:
+    """All factorisations of the number of devices over the mesh's axes."""
+    divisors = [size for size in range(1, count + 1) if count % size == 0]
+    for data in divisors:
+        for fsdp in divisors:
+            for tensor in divisors:
+                if count % (data * fsdp * tensor) == 0:
+                    yield MeshConfig(data=data, fsdp=fsdp, tensor=tensor, pipeline=count // (data * fsdp * tensor))
+
+
+def candidates(config: RunConfig, shape: ModelConfig, planned: PlannedDevices) -> Iterator[tuple[RunConfig, Setup]]:
+    """The configuration on every mesh that the checks of a run allow."""
+    for mesh in meshes(len(planned.devices)):
+        one = dataclasses.replace(config, mesh=mesh)
+        try:
+            _check(one)
+            yield one, Setup.of(one, shape, planned)
+        except UserError:
+            continue
+
+
+def ranked(config: RunConfig, shape: ModelConfig, planned: PlannedDevices) -> list[tuple[RunConfig, Setup, Estimate]]:
+    """Those that fit first, then by the seconds of a step; by formulas, nothing compiled.
+
+    Raises:
+      UserError: no mesh is allowed.
+    """
+    found = [(one, setup, estimate(setup, planned, None)) for one, setup in candidates(config, shape, planned)]
+    if not found:
+        raise UserError(
+            f"--search: no mesh of {len(planned.devices)} devices can split this model. mesh.tensor must divide the "
+            "numbers of heads and the intermediate size, mesh.fsdp the hidden size: try another --devices. The plan "
+            "without --search says what is wrong with the configured mesh."
+        )
+    return sorted(found, key=lambda row: (not row[2].fits, row[2].step_s, row[2].peak_bytes))
+
+
+def _check(config: RunConfig) -> None:
+    from jaxrl_llm import validation
+
+    problems = [text for level, text in validation.conflicts(config, True) if level == "error"]
+    if problems:
+        raise UserError(problems[0])
