@@ -20,7 +20,7 @@ from jaxrl_llm.plan import search
 from jaxrl_llm.plan.abstract_roles import model_shape
 from jaxrl_llm.plan.collectives import collectives
 from jaxrl_llm.plan.device_kinds import DEVICE_KINDS, planned_devices
-from jaxrl_llm.plan.estimate import bubble, estimate
+from jaxrl_llm.plan.estimate import estimate
 from jaxrl_llm.plan.setup import Setup
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.trainer import Trainer
@@ -37,15 +37,15 @@ def abstract_arguments():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
-def one_layer() -> dict:
-    """The shape of the tiny model with one layer, which compiles fast."""
+def few_layers(count: int = 1) -> dict:
+    """The shape of the tiny model with other layers: one compiles fast."""
     shape = json.loads((ROOT / "assets" / "tiny_addition" / "config.json").read_text())
-    return {**shape, "num_hidden_layers": 1}
+    return {**shape, "num_hidden_layers": count}
 
 
-def tiny(devices: int, **mesh: int):
+def tiny(devices: int, layers: int = 1, **mesh: int):
     values = read_config(TINY)
-    values.model.path, values.model.architecture = "", one_layer()
+    values.model.path, values.model.architecture = "", few_layers(layers)
     values.tokenizer.path = "builtin:tiny_addition"
     values.eval.before = values.eval.after = False
     values.data.eval = ""
@@ -153,10 +153,17 @@ ENTRY %main (a: f32[8]) -> f32[128] {{
     assert found.bytes == 3 * (128 - shard) * 4
 
 
-def test_bubble():
-    """Of GPipe: 4 stages and 4 micro-batches are idle 3 of 7 times. Caught: m - 1 in place of p - 1."""
-    assert bubble(4, 12) == pytest.approx(3 / 15)
-    assert bubble(1, 5) == 0
+def test_a_pipeline_is_planned_as_it_will_run():
+    """Two stages and the schedule's eight micro-batches are idle 1 of 9 times, and the update takes their rows at once.
+
+    Caught: rows of one micro-batch.
+    """
+    config = tiny(2, layers=2, pipeline=2)
+    planned = planned_devices(DEVICE_KINDS["cpu"], 2)
+    setup = Setup.of(config, model_shape(config), planned)
+    assert estimate(setup, planned, None).bubble == pytest.approx(1 / 9)
+    shards, together = 2, 4
+    assert setup.row_shape.rows_per_micro == shards * together * (256 // setup.row_shape.row_tokens)
 
 
 def test_search_ranks_what_the_model_allows():
@@ -174,7 +181,7 @@ def test_search_ranks_what_the_model_allows():
 def test_the_command_writes_the_plan(tmp_path, capsys):
     """Caught: a JSON without the verdict; weights asked for."""
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(one_layer()))
+    (tmp_path / "model" / "config.json").write_text(json.dumps(few_layers()))
     file = tmp_path / "plan.json"
     command = ["plan", "--config", TINY, "--devices", "2", "--device-kind", "cpu", "--json", str(file)]
     assert main([*command, f"--config.model.path={tmp_path / 'model'}"]) == 0

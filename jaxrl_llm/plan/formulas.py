@@ -23,9 +23,13 @@ def temporaries(setup: Setup, role: str) -> int:
     copy = device_bytes(state.params) * item // jax.tree.leaves(state.params)[0].dtype.itemsize
     width, mlp = shape.hidden_size, shape.intermediate_size / tensor
     heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_size / tensor
-    kept = {"full": width, "dots": 2 * width + heads + 2 * mlp, "none": 6 * width + 3 * heads + 4 * mlp}
-    layers = shape.num_layers / mesh.shape["pipeline"]
-    residuals = layers * tokens * kept[setup.config.model.remat] * item
+    kept_by_remat = {"full": width, "dots": 2 * width + heads + 2 * mlp, "none": 6 * width + 3 * heads + 4 * mlp}
+    layers, kept = shape.num_layers / mesh.shape["pipeline"], kept_by_remat[setup.config.model.remat]
+    inputs = 0.0
+    if (schedule := setup.schedule) is not None:  # keeps what entered each piece, and computes one again at a time
+        inputs = schedule.repeats * tokens * width * item
+        tokens, layers = tokens / schedule.micro_batches, layers / schedule.repeats
+    residuals = inputs + layers * tokens * kept * item
     layer = (
         tokens * (8 * width + 4 * heads + 6 * mlp) * item
         + 4 * matrix_parameters(setup, role)[0] / (shape.num_layers * tensor) * item

@@ -18,6 +18,7 @@ from jaxrl_llm.config import RunConfig
 from jaxrl_llm.hybrid_engine import received_bytes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.pipeline import Schedule
 from jaxrl_llm.plan.abstract_roles import AbstractRoles, with_shardings
 from jaxrl_llm.plan.device_kinds import PlannedDevices
 from jaxrl_llm.plan.programs import Generation, Program, device_bytes, update_program
@@ -73,7 +74,10 @@ class Setup:
         models, states = AbstractRoles(config, algorithm, mesh, dtype, total_updates=1).build()
         main = algorithm.main_role(config.algorithm.options).name
         row_shape = packing.RowShape.of(
-            config.training.row_tokens, config.training.micro_batch_tokens, batch_shards(mesh)
+            config.training.row_tokens,
+            config.training.micro_batch_tokens,
+            batch_shards(mesh),
+            models[main].forward.schedule,
         )
         generation = None
         if algorithm.generates:
@@ -93,6 +97,11 @@ class Setup:
     @property
     def trained(self) -> list[str]:
         return [name for name, model in self.models.items() if model.update is not None]
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """Of the pipeline's stages; None without."""
+        return self.models[self.main].forward.schedule
 
     @property
     def micro_batches(self) -> int:
