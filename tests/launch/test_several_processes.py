@@ -49,7 +49,7 @@ REWARD = """
 import os, pathlib, signal
 
 here, process = pathlib.Path("FOLDER"), os.environ.get("JAXRL_PROCESS", "alone")
-calls = 0
+calls, trainer = 0, os.getppid()
 
 def once(mark):
     try:
@@ -66,9 +66,10 @@ def reward(prompt, completion, answer):
     if process == "1":
         if not (here / "killed").exists():
             if calls > 12 and once("killed"):  # in the second step: 12 samples each
-                os.kill(os.getppid(), signal.SIGKILL)
+                os.kill(trainer, signal.SIGKILL)
+                os._exit(1)
         elif once("asked"):
-            os.kill(os.getppid(), signal.SIGTERM)
+            os.kill(trainer, signal.SIGTERM)
     return float(completion == answer)
 """
 
