@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxrl_llm import processes
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.encoder import ACTIVATIONS, Encoder, EncoderConfig
 from jaxrl_llm.models.labels import Labels
@@ -144,7 +145,7 @@ def load_encoder(
         for part, name in zip(parts, names, strict=True):
             stored = tensors.read(in_file[name], tuple(slice(0, size) for size in wanted[name]))
             part[...] = stored.T if key_path[-1].key == "weight" else stored
-        return jnp.asarray(value) if sharding is None else jax.device_put(value, sharding)
+        return jnp.asarray(value) if sharding is None else processes.put(value, sharding)
 
     return encoder, jax.tree.map_with_path(load, expected)
 

@@ -39,9 +39,7 @@ def test_the_slurm_script_is_bash():
         ([134, EXIT_PREEMPTED], 0, True),
     ],
 )
-def test_the_slurm_script_knows_the_exit_codes(
-    tmp_path: pathlib.Path, codes: list[int], result: int, asked_again: bool
-):
+def test_the_slurm_script_knows_the_codes(tmp_path: pathlib.Path, codes: list[int], result: int, asked_again: bool):
     """With programs of Slurm's names that end as they are told. Caught: a loop that goes on after success, and one that
     never ends."""
     programs = {

@@ -43,7 +43,7 @@ def test_each_process_knows_its_place_and_has_its_log(tmp_path: pathlib.Path, ca
 
 
 def test_a_killed_process_ends_the_rest_and_all_start_again(tmp_path: pathlib.Path, capfd):
-    """The other one waits for ever and does not hear SIGTERM. Caught: waiting for it, and a try without it."""
+    """The other one waits for ever and does not hear SIGTERM: it is killed too, and both start anew."""
     program = """
 (here / f"starts_{me}").open("a").write(f"{os.getpid()}\\n")
 if (here / "died").exists():
