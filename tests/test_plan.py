@@ -172,7 +172,7 @@ def test_search_ranks_what_the_model_allows():
 
 
 def test_the_command_writes_the_plan(tmp_path, capsys):
-    """Caught: a JSON without the verdict; weights asked for."""
+    """From a folder with a config.json and no weights. Caught: a JSON without the verdict."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(one_layer()))
     file = tmp_path / "plan.json"

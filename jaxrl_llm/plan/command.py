@@ -27,8 +27,8 @@ from jaxrl_llm.plan.search import ranked
 from jaxrl_llm.plan.setup import Setup
 
 MOST_DEVICES = 4096
-COMPILED_OF_SEARCH = 2
-"""Of the meshes that a search ranks by formulas, so many of the best are compiled."""
+COMPILED_OF_SEARCH = 3
+"""Of the meshes that a search ranks by formulas, the best are compiled until one fits, at most so many."""
 
 
 def plan(
@@ -53,14 +53,18 @@ def plan(
     title = f"{config.model.path or shape.architecture}, {size / 1e9:.3g} B parameters, on {devices} x {device_kind}"
     if search:
         rows = ranked(config, shape, planned)
-        for place in range(min(COMPILED_OF_SEARCH, len(rows))):
-            one, setup, _ = rows[place]
+        progress.print(
+            f"{len(rows)} meshes by formulas, {sum(row[2].fits for row in rows)} of them fit", highlight=False
+        )
+        for place, (one, setup, _) in enumerate(rows[:COMPILED_OF_SEARCH]):
             rows[place] = one, setup, compiled(setup, planned, progress, mesh_text(one))
+            if rows[place][2].fits:
+                break
         rows.sort(key=lambda row: (not row[2].fits, row[2].step_s))
         console.rule(title)
         show_ranking(console, rows)
         found: dict[str, Any] = {"ranking": [as_json(setup, planned, one) for _, setup, one in rows]}
-        best, setup, estimated = next((row for row in rows if row[2].compiled), rows[0])
+        best, setup, estimated = next(row for row in rows if row[2].compiled)
     else:
         best, found = config, {}
         setup = Setup.of(config, shape, planned)
