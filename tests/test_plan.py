@@ -20,7 +20,7 @@ from jaxrl_llm.plan import search
 from jaxrl_llm.plan.abstract_roles import model_shape
 from jaxrl_llm.plan.collectives import collectives
 from jaxrl_llm.plan.device_kinds import DEVICE_KINDS, planned_devices
-from jaxrl_llm.plan.estimate import bubble, estimate
+from jaxrl_llm.plan.estimate import estimate
 from jaxrl_llm.plan.setup import Setup
 from jaxrl_llm.sharding import make_mesh
 from jaxrl_llm.trainer import Trainer
@@ -153,12 +153,6 @@ ENTRY %main (a: f32[8]) -> f32[128] {{
     assert found.bytes == 3 * (128 - shard) * 4
 
 
-def test_bubble():
-    """Of GPipe: 4 stages and 4 micro-batches are idle 3 of 7 times. Caught: m - 1 in place of p - 1."""
-    assert bubble(4, 12) == pytest.approx(3 / 15)
-    assert bubble(1, 5) == 0
-
-
 def test_search_ranks_what_the_model_allows():
     """The tiny model's heads and width bound the mesh. Caught: factorisations with an axis left out."""
     config = tiny(8)
@@ -168,7 +162,8 @@ def test_search_ranks_what_the_model_allows():
     found = {dataclasses.astuple(one.mesh) for one, _, _ in rows}
     assert (8, 1, 1, 1) in found and (1, 8, 1, 1) in found
     assert all(shape.num_kv_heads % one.mesh.tensor == 0 for one, _, _ in rows)
-    assert sorted(rows, key=lambda row: (not row[2].fits, row[2].step_s)) == rows
+    seconds = [plan.step_s for _, _, plan in rows if plan.fits]
+    assert seconds and seconds == sorted(seconds)
 
 
 def test_the_command_writes_the_plan(tmp_path, capsys):

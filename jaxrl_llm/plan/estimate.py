@@ -24,7 +24,7 @@ class Estimate:
       seconds: by phase of a step.
       sent: collectives by program.
       micro_batches: of an update, as expected.
-      bubble: part of an update in which a pipeline's stages have nothing to do.
+      bubble: part of the time of layers in which a pipeline's stages have nothing to do; 0 without one.
       compiled: whether temporaries are the compiler's, or a formula's.
     """
 
@@ -50,11 +50,6 @@ class Estimate:
         return sum(self.seconds.values())
 
 
-def bubble(stages: int, micro_batches: int) -> float:
-    """Part of the time in which a stage of a GPipe schedule is idle: ``(p - 1) / (m + p - 1)``, arXiv:1811.06965."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 def estimate(
     setup: Setup, planned: PlannedDevices, reports: Mapping[str, Report] | None, efficiency: Efficiency | None = None
 ) -> Estimate:
@@ -73,7 +68,8 @@ def estimate(
         temporaries = {f"update of {role}": formulas.temporaries(setup, role) for role in setup.trained}
         sent = formulas.sent(setup)
     counts = Work.of(setup)
-    idle = bubble(setup.mesh.shape["pipeline"], max(counts.micro_batches, 1))
+    schedule = setup.models[setup.main].forward.schedule
+    idle = 0.0 if schedule is None else schedule.bubble
     seconds = phase_seconds(setup, planned, efficiency, counts, sent, idle)
     parts, phases = _memory(setup, temporaries)
     return Estimate(

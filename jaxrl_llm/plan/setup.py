@@ -73,7 +73,10 @@ class Setup:
         models, states = AbstractRoles(config, algorithm, mesh, dtype, total_updates=1).build()
         main = algorithm.main_role(config.algorithm.options).name
         row_shape = packing.RowShape.of(
-            config.training.row_tokens, config.training.micro_batch_tokens, batch_shards(mesh)
+            config.training.row_tokens,
+            config.training.micro_batch_tokens,
+            batch_shards(mesh),
+            models[main].forward.schedule,
         )
         generation = None
         if algorithm.generates:
