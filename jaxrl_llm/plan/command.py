@@ -23,12 +23,12 @@ from jaxrl_llm.plan.abstract_roles import model_shape
 from jaxrl_llm.plan.device_kinds import DEVICE_KINDS, PlannedDevices
 from jaxrl_llm.plan.estimate import Estimate, estimate
 from jaxrl_llm.plan.report import as_json, mesh_text, show, show_ranking
-from jaxrl_llm.plan.search import ranked
+from jaxrl_llm.plan.search import rank, ranked
 from jaxrl_llm.plan.setup import Setup
 
 MOST_DEVICES = 4096
-COMPILED_OF_SEARCH = 2
-"""Of the meshes that a search ranks by formulas, so many of the best are compiled."""
+COMPILED_OF_SEARCH = 3
+"""Of the meshes that a search ranks by formulas, the best is compiled until it stays the best, at most so many."""
 
 
 def plan(
@@ -53,14 +53,19 @@ def plan(
     title = f"{config.model.path or shape.architecture}, {size / 1e9:.3g} B parameters, on {devices} x {device_kind}"
     if search:
         rows = ranked(config, shape, planned)
-        for place in range(min(COMPILED_OF_SEARCH, len(rows))):
-            one, setup, _ = rows[place]
-            rows[place] = one, setup, compiled(setup, planned, progress, mesh_text(one))
-        rows.sort(key=lambda row: (not row[2].fits, row[2].step_s))
+        progress.print(
+            f"{len(rows)} meshes by formulas, {sum(row[2].fits for row in rows)} of them fit", highlight=False
+        )
+        for _ in range(COMPILED_OF_SEARCH):
+            one, setup, formula = rows[0]
+            if formula.compiled:
+                break
+            rows[0] = one, setup, compiled(setup, planned, progress, mesh_text(one))
+            rows.sort(key=rank)
         console.rule(title)
         show_ranking(console, rows)
         found: dict[str, Any] = {"ranking": [as_json(setup, planned, one) for _, setup, one in rows]}
-        best, setup, estimated = next((row for row in rows if row[2].compiled), rows[0])
+        best, setup, estimated = next(row for row in rows if row[2].compiled)
     else:
         best, found = config, {}
         setup = Setup.of(config, shape, planned)

@@ -24,7 +24,7 @@ class Estimate:
       seconds: by phase of a step.
       sent: collectives by program.
       micro_batches: of an update, as expected.
-      bubble: part of an update in which a pipeline's stages have nothing to do.
+      bubble: part of the time of layers in which a pipeline's stages have nothing to do; 0 without one.
       compiled: whether temporaries are the compiler's, or a formula's.
     """
 

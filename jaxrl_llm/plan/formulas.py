@@ -49,8 +49,8 @@ def matrix_parameters(setup: Setup, role: str) -> tuple[int, int]:
 
 
 def sent(setup: Setup) -> dict[str, list[Collective]]:
-    """By program, as in `estimate.Estimate`: gathers and scatters of weights over ``fsdp``, sums of gradients over
-    ``data``, and two sums of activations a layer in each direction over ``tensor``, and one more where the layer is
+    """By program, as in `estimate.Estimate`: gathers of weights over ``fsdp``, sums of gradients over ``data`` and
+    ``fsdp``, and over ``tensor`` two sums of activations a layer in each direction, and one more where the layer is
     computed again."""
     found: dict[str, list[Collective]] = {}
     mesh, item = setup.mesh, setup.dtype.itemsize
@@ -62,10 +62,9 @@ def sent(setup: Setup) -> dict[str, list[Collective]]:
         sums = {"none": 4, "dots": 4, "full": 5}[setup.config.model.remat] * shape.num_layers // mesh.shape["pipeline"]
         gradients = setup.gradient_bytes(role) * fsdp * item / 4
         found[f"update of {role}"] = [
-            _one("all-gather", "fsdp", mesh, 2 * weights * (fsdp - 1) / fsdp, 2 * shape.num_layers),
-            _one("reduce-scatter", "fsdp", mesh, gradients * (fsdp - 1) / fsdp, shape.num_layers),
-            _one("all-reduce", "data", mesh, 2 * gradients / fsdp * (data - 1) / data, 1),
-            _one("all-reduce", "tensor", mesh, _sum_bytes(sums * rows * shape.hidden_size * item, tensor), sums),
+            _one("all-gather", ("fsdp",), mesh, 2 * weights * (fsdp - 1) / fsdp, 2 * shape.num_layers),
+            _gradients(mesh, gradients, shape.num_layers),
+            _one("all-reduce", ("tensor",), mesh, _sum_bytes(sums * rows * shape.hidden_size * item, tensor), sums),
         ]
     if setup.generation is not None:
         shape, mesh = setup.generation.decoder.config, setup.generation.mesh
@@ -75,15 +74,23 @@ def sent(setup: Setup) -> dict[str, list[Collective]]:
             ("prefill", setup.config.rollout.prefill_tokens),
         ):
             size = _sum_bytes(sums * rows * shape.hidden_size * item, tensor)
-            found[name] = [_one("all-reduce", "tensor", mesh, size, sums, in_loop=name == "decode")]
+            found[name] = [_one("all-reduce", ("tensor",), mesh, size, sums, in_loop=name == "decode")]
     return {name: [one for one in of if one.bytes] for name, of in found.items()}
+
+
+def _gradients(mesh: Mesh, size: int | float, count: int) -> Collective:
+    """XLA scatters sums over ``fsdp`` alone, and with ``data`` adds up whole gradients over both."""
+    data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
+    if data == 1:
+        return _one("reduce-scatter", ("fsdp",), mesh, size * (fsdp - 1) / fsdp, count)
+    return _one("all-reduce", ("data", "fsdp"), mesh, _sum_bytes(size, data * fsdp), count)
 
 
 def _sum_bytes(size: float, devices: int) -> float:
     return 2 * size * (devices - 1) / devices
 
 
-def _one(kind: str, axis: str, mesh: Mesh, size: float, count: int, in_loop: bool = True) -> Collective:
+def _one(kind: str, axes: tuple[str, ...], mesh: Mesh, size: float, count: int, in_loop: bool = True) -> Collective:
     places = np.arange(mesh.size).reshape(mesh.devices.shape)
-    group = places[tuple(slice(None) if name == axis else 0 for name in mesh.axis_names)]
-    return Collective(kind, (axis,), len(set((group // HOST_DEVICES).tolist())) > 1, in_loop, int(size), count)
+    group = places[tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)]
+    return Collective(kind, axes, len(set((group // HOST_DEVICES).ravel().tolist())) > 1, in_loop, int(size), count)

@@ -47,7 +47,13 @@ def ranked(config: RunConfig, shape: ModelConfig, planned: PlannedDevices) -> li
             "numbers of heads and the intermediate size, mesh.fsdp the hidden size: try another --devices. The plan "
             "without --search says what is wrong with the configured mesh."
         )
-    return sorted(found, key=lambda row: (not row[2].fits, row[2].step_s, row[2].peak_bytes))
+    return sorted(found, key=rank)
+
+
+def rank(row: tuple[RunConfig, Setup, Estimate]) -> tuple[bool, float, int]:
+    """What fits first, then by seconds, then by memory."""
+    plan = row[2]
+    return not plan.fits, plan.step_s, plan.peak_bytes
 
 
 def _check(config: RunConfig) -> None:
