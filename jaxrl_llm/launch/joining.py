@@ -161,6 +161,7 @@ def leave(code: int) -> None:
     from jax._src.distributed import global_state  # no public name: whose failure this is must survive
 
     client, first = global_state.client, global_state.process_id == 0
+    assert client is not None  # jax.distributed is initialized
     try:
         client.wait_at_barrier("jaxrl_llm/leave", LEAVING_S * 1000)  # all have failed alike: together
     except Exception as error:  # noqa: BLE001 - the others go on or have ended; either way this one ends

@@ -122,7 +122,8 @@ def run(
         return out, (trained, frozen, layer_data, rows, entered)
 
     def backward(saved: Any, d_out: Array) -> Any:
-        d_trained, d_x = _backward(schedule, stage, *saved, d_out)
+        trained, frozen, layer_data, rows, entered = saved
+        d_trained, d_x = _backward(schedule, stage, trained, frozen, layer_data, rows, entered, d_out)
         return d_trained, None, None, None, d_x
 
     through.defvjp(forward, backward)

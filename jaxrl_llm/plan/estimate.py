@@ -59,11 +59,10 @@ def estimate(
     """
     efficiency = efficiency or Efficiency()
     temporaries = {name: _temporaries(report) for name, report in (reports or {}).items()}
-    sent = {
-        name: collectives(report.text, setup.mesh if name.startswith("update") else setup.generation.mesh)
-        for name, report in (reports or {}).items()
-        if name.startswith("update") or setup.generation is not None
-    }
+    meshes = dict.fromkeys((f"update of {role}" for role in setup.trained), setup.mesh)
+    if setup.generation is not None:
+        meshes |= {"decode": setup.generation.mesh, "prefill": setup.generation.mesh}
+    sent = {name: collectives(report.text, meshes[name]) for name, report in (reports or {}).items()}
     if reports is None:
         temporaries = {f"update of {role}": formulas.temporaries(setup, role) for role in setup.trained}
         sent = formulas.sent(setup)

@@ -83,7 +83,7 @@ def prefill_attention(
     specs = [one_head, its_keys, its_keys, row, row, *list_specs]
     if pools and context is not None:
         cached = _cached_tokens(context.astype(jnp.int32), pools[0].shape[1], key_block)
-        cached_lists, list_specs = lists(*cached[1:], cached[0].size)
+        cached_lists, list_specs = lists(cached[1], cached[2], cached[0].size)
         arguments += [*(pool.reshape(-1, *pool.shape[2:]) for pool in pools), *cached, *cached_lists]
         whole = pl.BlockSpec(memory_space=pl.ANY)
         specs += [whole, whole, *[pl.BlockSpec(cached[0].shape, lambda h, i: (0,))] * 3, *list_specs]
