@@ -163,6 +163,14 @@ class RolloutConfig:
         low=1,
         unit="tokens",
     )
+    tensor: int = option(
+        0,
+        "Shards of each matrix while completions are sampled (verl calls it tensor_model_parallel_size): a divisor or "
+        "a multiple of mesh.tensor; 0: as in mesh.tensor. All other devices are replicas, each with its own slots and "
+        "pages.",
+        low=0,
+        unit="devices",
+    )
     attention: str = option(
         "auto",
         "How decode attends to cached pages: gathered (copied to dense arrays once a dispatch: CPUs) or an "
@@ -327,6 +335,12 @@ class HybridEngineConfig:
     """How parameters move between the training and the generation layout."""
 
     bucket_bytes: int = option(256 * 2**20, "Bytes moved at once: bounds the extra memory.", low=1, unit="bytes")
+    enable_3d_resharding: bool = option(
+        True,
+        "False keeps the sharding of training while completions are sampled: nothing moves between steps, and every "
+        "dispatch of the decoder gathers what fsdp splits, layout/gathered_bytes of it. It needs mesh.pipeline = 1 and "
+        "the tensor size of training.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -514,11 +528,16 @@ def with_mesh(config: RunConfig, device_count: int) -> RunConfig:
     """``config`` with a mesh of exactly ``device_count`` devices.
 
     Raises:
-      UserError: the sizes don't multiply to it; the message lists the factorisations that do.
+      UserError: the sizes don't multiply to it, or ``rollout.tensor`` can't be made of them; the message lists what
+        can.
     """
     from jaxrl_llm import validation
 
-    return dataclasses.replace(config, mesh=validation.fit_mesh(config.mesh, device_count))
+    mesh = validation.fit_mesh(config.mesh, device_count)
+    validation.generation_factors(mesh, config.rollout.tensor)
+    config = dataclasses.replace(config, mesh=mesh)
+    validation.refuse_or_warn(validation.layout_conflicts(config))
+    return config
 
 
 def check_against_model(config: RunConfig, model_config: Any, tokenizer: Any) -> None:

@@ -97,7 +97,7 @@ class RoleBuilder:
         self.config, self.algorithm, self.mesh, self.dtype = config, algorithm, mesh, dtype
         self.options = config.algorithm.options
         self.total_updates, self.read_only = total_updates, read_only
-        self.multiple = math.lcm(VOCABULARY_MULTIPLE, mesh.shape["tensor"])
+        self.multiple = math.lcm(VOCABULARY_MULTIPLE, mesh.shape["tensor"], config.rollout.tensor or 1)
         model = config.model
         self.lora = Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets)) if model.lora_rank else None
 

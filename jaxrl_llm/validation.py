@@ -50,6 +50,7 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
             "error",
             f"mesh.pipeline = {config.mesh.pipeline}: pipelines are not supported yet; set it to 1.",
         )
+    yield from layout_conflicts(config)
     yield from _reward_conflicts(config, training)
     if training:
         validate = _algorithm(config.algorithm.name).validate
@@ -194,6 +195,26 @@ def _length_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
         )
 
 
+def layout_conflicts(config: RunConfig) -> Iterator[Problem]:
+    """What the layout of generation and the mesh must agree on; a -1 of the mesh agrees with anything."""
+    if config.hybrid_engine.enable_3d_resharding:
+        return
+    tensor, mesh = config.rollout.tensor, config.mesh
+    if tensor not in (0, mesh.tensor) and mesh.tensor != -1:
+        yield (
+            "error",
+            "hybrid_engine.enable_3d_resharding = False keeps one layout for both phases, so rollout.tensor = "
+            f"{tensor} can't differ from mesh.tensor = {mesh.tensor}. Set rollout.tensor = 0, or allow the change of "
+            "layout.",
+        )
+    if mesh.pipeline != 1:
+        yield (
+            "error",
+            f"hybrid_engine.enable_3d_resharding = False with mesh.pipeline = {mesh.pipeline}: every replica decodes "
+            "with all layers, which no stage of a pipeline has. Set it to True, or mesh.pipeline to 1.",
+        )
+
+
 def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
     from jaxrl_llm.rewards.calling import bind, find_function  # not at the top: rewards read their options' types
 
@@ -251,6 +272,47 @@ def fit_mesh(mesh: MeshConfig, device_count: int) -> MeshConfig:
     raise UserError(f"{text}: there are {device_count} devices, and {relation}. {_factorisations(mesh, device_count)}")
 
 
+def generation_factors(mesh: MeshConfig, tensor: int) -> dict[str, int]:
+    """How generation with ``rollout.tensor`` divides a mesh: each axis into an outer and an inner part.
+
+    A smaller tensor size leaves the inner part of ``tensor`` to replicas. A larger one takes the inner parts of
+    ``fsdp``, ``pipeline`` and ``data``, in this order, into the tensor groups.
+
+    Args:
+      mesh: without a -1.
+
+    Returns:
+      The size of the inner part by axis.
+
+    Raises:
+      UserError: the axes can't be divided so; the message lists the sizes that can.
+    """
+    factors = _inner_sizes(mesh, tensor)
+    if factors is None:
+        count = math.prod(dataclasses.astuple(mesh))
+        allowed = [size for size in range(1, count + 1) if _inner_sizes(mesh, size) is not None]
+        raise UserError(
+            f"rollout.tensor = {tensor} can't be made of mesh.tensor = {mesh.tensor} and the other axes (fsdp "
+            f"{mesh.fsdp}, pipeline {mesh.pipeline}, data {mesh.data}): it divides mesh.tensor, or is mesh.tensor "
+            f"times divisors of them. Allowed: {', '.join(map(str, allowed))}, or 0 for mesh.tensor."
+        )
+    return factors
+
+
+def _inner_sizes(mesh: MeshConfig, tensor: int) -> dict[str, int] | None:
+    sizes = {"fsdp": 1, "pipeline": 1, "data": 1, "tensor": 1}
+    wanted = tensor or mesh.tensor
+    if mesh.tensor % wanted == 0:
+        return sizes | {"tensor": mesh.tensor // wanted}
+    wanted, rest = divmod(wanted, mesh.tensor)
+    if rest:
+        return None
+    for axis in ("fsdp", "pipeline", "data"):
+        sizes[axis] = math.gcd(wanted, getattr(mesh, axis))
+        wanted //= sizes[axis]
+    return sizes if wanted == 1 else None
+
+
 def _factorisations(mesh: MeshConfig, device_count: int) -> str:
     """Meshes that would work, those that keep most of the sizes asked for first."""
     divisors = [d for d in range(1, device_count + 1) if device_count % d == 0]
@@ -280,6 +342,7 @@ def model_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Ite
             "one of them.",
         )
     yield from _split_conflicts(config.mesh, model_config)
+    yield from _generation_split_conflicts(config.rollout.tensor, model_config)
     yield from _special_id_conflicts(config, model_config, tokenizer)
 
 
@@ -305,6 +368,22 @@ def _split_conflicts(mesh: MeshConfig, model_config: Any) -> Iterator[Problem]:
                 f"mesh.{axis} = {shards} does not divide the {' and the '.join(uneven)} of the model. "
                 f"Allowed: {', '.join(map(str, allowed))}; mesh.data can take the other devices.",
             )
+
+
+def _generation_split_conflicts(tensor: int, model_config: Any) -> Iterator[Problem]:
+    sizes = {
+        "key/value heads": model_config.num_kv_heads,
+        "columns of the feed-forward layers (intermediate_size)": model_config.intermediate_size,
+    }
+    uneven = [f"{size} {name}" for name, size in sizes.items() if tensor and size % tensor]
+    if uneven:
+        common = math.gcd(*sizes.values())
+        allowed = [size for size in range(1, common + 1) if common % size == 0]
+        yield (
+            "error",
+            f"rollout.tensor = {tensor} does not divide the {' and the '.join(uneven)} of the model. Allowed: "
+            f"{', '.join(map(str, allowed))}, as far as the mesh has them; the other devices become replicas.",
+        )
 
 
 def _special_id_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Iterator[Problem]:
