@@ -335,6 +335,22 @@ class HybridEngineConfig:
     """How parameters move between the training and the generation layout."""
 
     bucket_bytes: int = option(256 * 2**20, "Bytes moved at once: bounds the extra memory.", low=1, unit="bytes")
+    offload_optimizer: bool = option(
+        False, "Optimizer states of all roles rest in pinned host memory, and are on the devices during their update."
+    )
+    offload_reference: bool = option(
+        False, "The reference rests in pinned host memory, and is on the devices while it scores."
+    )
+    offload_critic: bool = option(
+        False, "The critic and its optimizer state rest in pinned host memory, and are on the devices while it is used."
+    )
+    offload_actor_layers: int = option(
+        0,
+        "The policy's first so many layers rest in pinned host memory: a layout change reads them one by one, and they "
+        "are on the devices while log-probabilities and updates are computed.",
+        low=0,
+        unit="layers",
+    )
     enable_3d_resharding: bool = option(
         True,
         "False keeps the sharding of training while completions are sampled: nothing moves between steps, and every "

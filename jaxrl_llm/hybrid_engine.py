@@ -39,6 +39,7 @@ from jaxrl_llm.models import low_precision
 from jaxrl_llm.models.arrangement import merge_trees, split_adapters
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.resharding import BucketMover, arrays_of, received_bytes
+from jaxrl_llm.residence import streamed_layers, to_device
 from jaxrl_llm.sharding import GENERATION, TRAINING, Layout, generation_view
 from jaxrl_llm.types import Params
 
@@ -141,9 +142,12 @@ class HybridEngine:
 
     def _add_layers(self, mover: BucketMover, arrange: Any, run: Params, axes: Any) -> list[Any]:
         """The layers of a stacked run in their order, each a tree of slots."""
+        streamed, run = streamed_layers(run)
+        layers = [mover.add(arrange(to_device(one), jnp.int32(0)), axes, fresh=True) for one in streamed]
         count = jax.tree.leaves(run)[0].shape[0] // self.stages
         if self.stages == 1:
-            return [mover.add(arrange(run, jnp.int32(index)), axes, fresh=True) for index in range(count)]
+            rest = [mover.add(arrange(run, jnp.int32(index)), axes, fresh=True) for index in range(count)]
+            return layers + rest
         groups = [mover.add_group(arrange(run, jnp.int32(index)), axes) for index in range(count)]
         return [groups[index][stage] for stage in range(self.stages) for index in range(count)]
 
@@ -151,7 +155,7 @@ class HybridEngine:
         """The same parameters for decoding.
 
         Args:
-          params: in the training layout, any float dtype; kept.
+          params: in the training layout, any float dtype, or a policy's that rest (`Residence.rest`); kept.
 
         Returns:
           `Decoder.generation_params`' tree in the generation layout and dtypes. It may share buffers with

@@ -51,6 +51,7 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
             f"mesh.pipeline = {config.mesh.pipeline}: pipelines are not supported yet; set it to 1.",
         )
     yield from layout_conflicts(config)
+    yield from _offload_conflicts(config)
     yield from _reward_conflicts(config, training)
     if training:
         validate = _algorithm(config.algorithm.name).validate
@@ -215,6 +216,28 @@ def layout_conflicts(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _offload_conflicts(config: RunConfig) -> Iterator[Problem]:
+    layers, adapters = config.hybrid_engine.offload_actor_layers, config.model.lora_rank
+    if layers and adapters:
+        yield (
+            "error",
+            f"hybrid_engine.offload_actor_layers = {layers} with model.lora_rank = {adapters}: the layers under "
+            "adapters are shared by all roles, so they stay on the devices. Set one of them to 0.",
+        )
+    if layers and config.mesh.pipeline != 1:
+        yield (
+            "error",
+            f"hybrid_engine.offload_actor_layers = {layers} with mesh.pipeline = {config.mesh.pipeline}: the first "
+            "layers are all on the first stage, so the others would save nothing. Set one of them to its default.",
+        )
+    if config.hybrid_engine.offload_reference and adapters and not config.reference.path:
+        yield (
+            "error",
+            f"hybrid_engine.offload_reference with model.lora_rank = {adapters}: the reference is the base under the "
+            "adapters, which the policy needs on the devices. Switch it off, or set reference.path.",
+        )
+
+
 def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
     from jaxrl_llm.rewards.calling import bind, find_function  # not at the top: rewards read their options' types
 
@@ -343,6 +366,13 @@ def model_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Ite
         )
     yield from _split_conflicts(config.mesh, model_config)
     yield from _generation_split_conflicts(config.rollout.tensor, model_config)
+    offloaded = config.hybrid_engine.offload_actor_layers
+    if offloaded > model_config.num_layers:
+        yield (
+            "error",
+            f"hybrid_engine.offload_actor_layers = {offloaded}, and the model has {model_config.num_layers} layers. "
+            "Give at most that many.",
+        )
     yield from _special_id_conflicts(config, model_config, tokenizer)
 
 
