@@ -163,6 +163,14 @@ class RolloutConfig:
         low=1,
         unit="tokens",
     )
+    tensor: int = option(
+        0,
+        "Shards of each matrix while completions are sampled (verl calls it tensor_model_parallel_size): a divisor or "
+        "a multiple of mesh.tensor; 0: as in mesh.tensor. All other devices are replicas, each with its own slots and "
+        "pages.",
+        low=0,
+        unit="devices",
+    )
     attention: str = option(
         "auto",
         "How decode attends to cached pages: gathered (copied to dense arrays once a dispatch: CPUs) or an "
@@ -366,6 +374,28 @@ class HybridEngineConfig:
     """How parameters move between the training and the generation layout."""
 
     bucket_bytes: int = option(256 * 2**20, "Bytes moved at once: bounds the extra memory.", low=1, unit="bytes")
+    offload_optimizer: bool = option(
+        False, "Optimizer states of all roles rest in pinned host memory, and are on the devices during their update."
+    )
+    offload_reference: bool = option(
+        False, "The reference rests in pinned host memory, and is on the devices while it scores."
+    )
+    offload_critic: bool = option(
+        False, "The critic and its optimizer state rest in pinned host memory, and are on the devices while it is used."
+    )
+    offload_actor_layers: int = option(
+        0,
+        "The policy's first so many layers rest in pinned host memory: a layout change reads them one by one, and they "
+        "are on the devices while log-probabilities and updates are computed.",
+        low=0,
+        unit="layers",
+    )
+    enable_3d_resharding: bool = option(
+        True,
+        "False keeps the sharding of training while completions are sampled: nothing moves between steps, and every "
+        "dispatch of the decoder gathers what fsdp splits, layout/gathered_bytes of it. It needs mesh.pipeline = 1 and "
+        "the tensor size of training.",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -560,12 +590,13 @@ def with_mesh(config: RunConfig, device_count: int) -> RunConfig:
     """``config`` with a mesh of exactly ``device_count`` devices.
 
     Raises:
-      UserError: the sizes don't multiply to it; the message lists the factorisations that do. Or options do not fit
-        a size that was -1.
+      UserError: the sizes don't multiply to it, or ``rollout.tensor`` can't be made of them; the message lists what
+        can. Or options do not fit a size that was -1.
     """
     from jaxrl_llm import validation
 
     fitted = dataclasses.replace(config, mesh=validation.fit_mesh(config.mesh, device_count))
+    validation.generation_factors(fitted.mesh, config.rollout.tensor)
     if fitted.mesh != config.mesh:
         validation.refuse_or_warn(validation.mesh_conflicts(fitted))
     return fitted

@@ -1,4 +1,4 @@
-"""Moves a model's parameters from the training layout to the generation layout, inside one mesh.
+"""Moves a model's parameters from the training layout to the generation layout, inside one set of devices.
 
 Three things differ between the layouts: the dtype (generation runs in the compute dtype), the arrangement
 (training scans stacked blocks; decoding walks separate layers with q/k/v and gate/up fused, which reads each
@@ -7,9 +7,14 @@ changed in that order, because a cast first halves what has to move and an arran
 in 8 bits (``rollout.weight_dtype``) are made where a layer is arranged, so that a quarter moves; over devices that
 share an output channel, only its largest weight is exchanged first.
 
-A change walks the model layer by layer in buckets of `bucket_bytes`, so that the extra memory on top of both
-layouts is bounded by a bucket and one layer. Parameters that need none of the three are not copied: both layouts
-then hold the same buffers. So a generation tree is only good until the update that donates the training parameters.
+Generation may split matrices over more or fewer devices than training (``rollout.tensor``): its mesh is then another
+view of the same devices, and the rest of them are replicas. Where a pipeline splits the layers, each stage takes out
+one of its own at a time, and the group is gathered.
+
+A change walks the model layer by layer in buckets of `bucket_bytes`, so that the extra memory on top of both layouts is
+bounded by a bucket and one layer (in a pipeline, one of each stage). Parameters that need none of the three are not
+copied: both layouts then hold the same buffers. So a generation tree is only good until the update that donates the
+training parameters.
 
 With LoRA only the adapters change between two changes of layout: the base is moved once, and afterwards the adapters
 alone.
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable
@@ -26,14 +32,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxrl_llm.config import HybridEngineConfig
 from jaxrl_llm.models import low_precision
 from jaxrl_llm.models.arrangement import merge_trees, split_adapters
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.sharding import GENERATION, TRAINING, Layout
+from jaxrl_llm.resharding import BucketMover, arrays_of, received_bytes
+from jaxrl_llm.residence import streamed_layers, to_device
+from jaxrl_llm.sharding import GENERATION, TRAINING, Layout, generation_view
 from jaxrl_llm.types import Params
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +55,14 @@ class LayoutChange:
         beyond its old one.
       copied_bytes: newly written anywhere, the moved ones included; 0 if every buffer was reused.
       seconds: until the last array was there.
+      gathered_bytes: received by all devices in each dispatch of generation, because weights stay split as in training
+        (``enable_3d_resharding=False``).
     """
 
     moved_bytes: int
     copied_bytes: int
     seconds: float
+    gathered_bytes: int = 0
 
 
 class HybridEngine:
@@ -61,11 +74,16 @@ class HybridEngine:
     weak references are kept.
 
     Args:
+      mesh: of training.
       dtype: of generation.
       weight_dtype: of the matrices of layers, as in ``rollout.weight_dtype``.
+      tensor: devices of a tensor group of generation; 0 is as many as in training.
+
+    Attributes:
+      generation_mesh: what the parameters that it returns are on, and what the decoder's engine is to run on.
 
     Raises:
-      UserError: the devices don't have that format.
+      UserError: the devices don't have that format, or the mesh can't be divided into such tensor groups.
     """
 
     def __init__(
@@ -77,12 +95,16 @@ class HybridEngine:
         training: Layout = TRAINING,
         generation: Layout = GENERATION,
         weight_dtype: str = low_precision.COMPUTE,
+        tensor: int = 0,
     ):
         low_precision.check_device(mesh, weight_dtype)
         self.decoder, self.mesh, self.config = decoder, mesh, config
         self.dtype = jnp.dtype(dtype)
         self.weight_dtype = weight_dtype
-        self.training, self.generation = training, generation
+        self.training, self.generation = training, generation if config.enable_3d_resharding else training
+        self.place = generation_view(mesh, tensor)
+        self.generation_mesh = self.place.mesh
+        self.stages = training.shards(mesh, "layers")
         plain = decoder.with_lora(None)
         self._axes = plain.generation_axes(weight_dtype)
 
@@ -99,21 +121,41 @@ class HybridEngine:
 
     def _make_arrange(self, layer_of: Callable[[Params, int], Params], layer_axes: Any) -> Any:
         """One layer out of a stacked run, fused and cast or quantized, still in the training layout: no weight is
-        communicated."""
-        out = self.training.shardings(self.mesh, layer_axes)
+        communicated. In a pipeline that layer of each stage, stacked and split over the stages."""
+        if self.stages > 1:
+            layer_axes = jax.tree.map(
+                lambda axes: ("layers", *axes), layer_axes, is_leaf=lambda leaf: isinstance(leaf, tuple)
+            )
 
-        @functools.partial(jax.jit, out_shardings=out)
-        def arrange(run: Params, index: jax.Array) -> Params:
+        def one_layer(run: Params, index: jax.Array) -> Params:
             one = jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, index, 1), run)
             return low_precision.cast_rest(layer_of(one, 0), self.dtype)  # rounded once, from the parameters
 
+        @functools.partial(jax.jit, out_shardings=self.training.shardings(self.mesh, layer_axes))
+        def arrange(run: Params, index: jax.Array) -> Params:
+            if self.stages == 1:
+                return one_layer(run, index)
+            by_stage = jax.tree.map(lambda leaf: leaf.reshape(self.stages, -1, *leaf.shape[1:]), run)
+            return jax.vmap(one_layer, in_axes=(0, None))(by_stage, index)
+
         return arrange
+
+    def _add_layers(self, mover: BucketMover, arrange: Any, run: Params, axes: Any) -> list[Any]:
+        """The layers of a stacked run in their order, each a tree of slots."""
+        streamed, run = streamed_layers(run)
+        layers = [mover.add(arrange(to_device(one), jnp.int32(0)), axes, fresh=True) for one in streamed]
+        count = jax.tree.leaves(run)[0].shape[0] // self.stages
+        if self.stages == 1:
+            rest = [mover.add(arrange(run, jnp.int32(index)), axes, fresh=True) for index in range(count)]
+            return layers + rest
+        groups = [mover.add_group(arrange(run, jnp.int32(index)), axes) for index in range(count)]
+        return [groups[index][stage] for stage in range(self.stages) for index in range(count)]
 
     def to_generation(self, params: Params) -> Params:
         """The same parameters for decoding.
 
         Args:
-          params: in the training layout, any float dtype; kept.
+          params: in the training layout, any float dtype, or a policy's that rest (`Residence.rest`); kept.
 
         Returns:
           `Decoder.generation_params`' tree in the generation layout and dtypes. It may share buffers with
@@ -121,7 +163,7 @@ class HybridEngine:
           `params` holds the very same base arrays as then, and `last` counts the adapters alone.
         """
         start = time.perf_counter()
-        mover = _BucketMover(self.mesh, self.generation, self.config.bucket_bytes)
+        mover = BucketMover(self.place, self.generation, self.config.bucket_bytes)
         base, adapters = split_adapters({name: value for name, value in params.items() if name != "value_head"})
         if bool(adapters) != (self.decoder.lora is not None):
             raise ValueError(
@@ -131,24 +173,48 @@ class HybridEngine:
             self._base = None
         moving = self._move_base(mover, base) if self._base is None else None
         layers = [
-            mover.add(self._arrange_adapters(run, jnp.int32(index)), self._adapter_axes, fresh=True)
+            layer
             for run in adapters.get("blocks", {}).values()
-            for index in range(jax.tree.leaves(run)[0].shape[0])
+            for layer in self._add_layers(mover, self._arrange_adapters, run, self._adapter_axes)
         ]
         moved = mover.finish()
-        result = _arrays(moving) if self._base is None else self._base.generation
+        result = arrays_of(moving) if self._base is None else self._base.generation
         if self.decoder.lora is not None:
             self._base = self._base or _HeldBase([weakref.ref(leaf) for leaf in jax.tree.leaves(base)], result)
-            merged = [merge_trees(*both) for both in zip(result["layers"], _arrays(layers), strict=True)]
+            merged = [merge_trees(*both) for both in zip(result["layers"], arrays_of(layers), strict=True)]
             result = {**result, "layers": merged}
-        self.last = LayoutChange(moved, mover.copied_bytes, time.perf_counter() - start)
+        seconds = time.perf_counter() - start
+        self.last = LayoutChange(moved, mover.copied_bytes, seconds, self._gathered_bytes(result))
         return result
+
+    def _gathered_bytes(self, generation_params: Params) -> int:
+        """See `LayoutChange.gathered_bytes`; said once."""
+        if self.config.enable_3d_resharding:
+            return 0
+        axes = self.decoder.generation_axes(self.weight_dtype)
+        gathered = sum(
+            jax.tree.leaves(
+                jax.tree.map(
+                    lambda leaf, whole: received_bytes(leaf.shape, leaf.dtype.itemsize, leaf.sharding, whole),
+                    generation_params,
+                    GENERATION.shardings(self.generation_mesh, axes),
+                )
+            )
+        )
+        if self.last is None:
+            logger.info(
+                "hybrid_engine.enable_3d_resharding is off: each dispatch of generation gathers %.3g MB over all "
+                "devices, %.3g MB into each",
+                gathered / 1e6,
+                gathered / 1e6 / self.mesh.size,
+            )
+        return gathered
 
     def forget_base(self) -> None:
         """Lets go of the base that a LoRA model's generation shares between calls; the next call moves it again."""
         self._base = None
 
-    def _move_base(self, mover: _BucketMover, params: Params) -> Params:
+    def _move_base(self, mover: BucketMover, params: Params) -> Params:
         """`Decoder.generation_params`' tree of slots, without adapters."""
         out: Params = {"layers": []}
         for name, axes in self._axes.items():
@@ -157,9 +223,8 @@ class HybridEngine:
                 cast = params[name] if same else jax.tree.map(self._cast, params[name])
                 out[name] = mover.add(cast, axes, fresh=not same)
         for run in params["blocks"].values():
-            for index in range(jax.tree.leaves(run)[0].shape[0]):
-                axes = self._axes["layers"][len(out["layers"])]
-                out["layers"].append(mover.add(self._arrange(run, jnp.int32(index)), axes, fresh=True))
+            axes = self._axes["layers"][len(out["layers"])]
+            out["layers"] += self._add_layers(mover, self._arrange, run, axes)
         return out
 
 
@@ -175,81 +240,3 @@ class _HeldBase:
         return len(leaves) == len(self.sources) and all(
             source() is leaf for source, leaf in zip(self.sources, leaves, strict=True)
         )
-
-
-@dataclasses.dataclass
-class _Slot:
-    """An array on its way; `fresh` says that it does not share the training parameters' buffers."""
-
-    array: jax.Array
-    target: NamedSharding
-    fresh: bool
-
-
-def _arrays(slots: Any) -> Any:
-    """The tree of arrays, once the mover has finished."""
-    return jax.tree.map(lambda slot: slot.array, slots, is_leaf=lambda leaf: isinstance(leaf, _Slot))
-
-
-class _BucketMover:
-    """Collects arrays and `device_put`s them to their target in buckets of bounded size."""
-
-    def __init__(self, mesh: Mesh, layout: Layout, bucket_bytes: int):
-        self.mesh, self.layout, self.bucket_bytes = mesh, layout, bucket_bytes
-        self.pending: list[_Slot] = []
-        self.pending_bytes = self.moved_bytes = self.copied_bytes = 0
-
-    def add(self, tree: Params, axes: Any, *, fresh: bool = False) -> Any:
-        def one(array: jax.Array, axis: tuple[str | None, ...]) -> _Slot:
-            slot = _Slot(array, self.layout.sharding(self.mesh, axis), fresh)
-            self.pending.append(slot)
-            self.pending_bytes += array.nbytes
-            if self.pending_bytes >= self.bucket_bytes:
-                self.flush()
-            return slot
-
-        return jax.tree.map(one, tree, axes)
-
-    def flush(self) -> None:
-        # Equal shardings need nothing: the same array is handed on, and no buffer is copied.
-        moving = [slot for slot in self.pending if not _same_sharding(slot.array, slot.target)]
-        results = jax.device_put([slot.array for slot in moving], [slot.target for slot in moving])
-        for slot, result in zip(moving, results, strict=True):
-            source = slot.array
-            self.moved_bytes += received_bytes(source.shape, source.dtype.itemsize, source.sharding, slot.target)
-            slot.array, slot.fresh = result, True
-        jax.block_until_ready([slot.array for slot in self.pending])
-        self.copied_bytes += sum(
-            shard.data.nbytes for slot in self.pending if slot.fresh for shard in slot.array.addressable_shards
-        )
-        self.pending, self.pending_bytes = [], 0
-
-    def finish(self) -> int:
-        if self.pending:
-            self.flush()
-        return self.moved_bytes
-
-
-def _same_sharding(array: jax.Array, target: NamedSharding) -> bool:
-    return array.sharding.is_equivalent_to(target, array.ndim)
-
-
-def received_bytes(
-    shape: tuple[int, ...], itemsize: int, source: jax.sharding.Sharding, target: jax.sharding.Sharding
-) -> int:
-    """Bytes that all devices together receive when an array changes its sharding: the theoretical minimum.
-
-    For each device: the size of its new shard minus the part of it that the device already held.
-    """
-    if source == target:
-        return 0
-    before, after = source.devices_indices_map(shape), target.devices_indices_map(shape)
-    total = 0
-    for device, wanted in after.items():
-        size = overlap = 1
-        for extent, want, have in zip(shape, wanted, before.get(device, (slice(0, 0),) * len(shape)), strict=True):
-            (low, high, _), (old_low, old_high, _) = want.indices(extent), have.indices(extent)
-            size *= high - low
-            overlap *= max(0, min(high, old_high) - max(low, old_low))
-        total += (size - overlap) * itemsize
-    return total

@@ -106,7 +106,7 @@ class RoleBuilder:
         self.config, self.algorithm, self.mesh, self.dtype = config, algorithm, mesh, dtype
         self.options = config.algorithm.options
         self.total_updates, self.read_only = total_updates, read_only
-        self.multiple = math.lcm(VOCABULARY_MULTIPLE, mesh.shape["tensor"])
+        self.multiple = math.lcm(VOCABULARY_MULTIPLE, mesh.shape["tensor"], config.rollout.tensor or 1)
         model, training = config.model, config.training
         stages = mesh.shape["pipeline"]
         self.schedule = Schedule.of(stages, training.pipeline_micro_batches, training.pipeline_repeats)

@@ -65,12 +65,14 @@ class Rollout:
             self.config.hybrid_engine,
             self.dtype,
             weight_dtype=self.config.rollout.weight_dtype,
+            tensor=self.config.rollout.tensor,
         )
 
     @functools.cached_property
     def engine(self) -> Engine:
         context = min(longest_sequence(self.config), self.decoder.config.max_position)
-        return Engine(self.decoder, self.mesh, self.config.rollout, self.tokenizer, context=context, dtype=self.dtype)
+        mesh = self.hybrid_engine.generation_mesh
+        return Engine(self.decoder, mesh, self.config.rollout, self.tokenizer, context=context, dtype=self.dtype)
 
     @functools.cached_property
     def reward_runner(self) -> RewardRunner:
@@ -178,6 +180,8 @@ class Rollout:
         if change is not None:
             metrics["layout/bytes"] = float(change.moved_bytes)
             metrics["layout/copied_bytes"] = float(change.copied_bytes)
+            if change.gathered_bytes:
+                metrics["layout/gathered_bytes"] = float(change.gathered_bytes)
         return Rollouts(
             examples=examples,
             group=group,

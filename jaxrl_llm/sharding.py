@@ -2,7 +2,8 @@
 
 `make_mesh` fixes the order of the devices once. A `Layout` is data: it says over which mesh axes a logical
 axis of a parameter is split. `TRAINING` and `GENERATION` are two layouts of the same parameters on the same
-mesh, so the move between them needs no change of device order (`hybrid_engine.py` makes it).
+devices; `hybrid_engine.py` makes the move between them. Where generation splits matrices over another number of
+devices than training, its mesh is another view of the same device array (`generation_view`).
 
 Logical axes of parameters: ``layers``, ``embed`` (D), ``heads`` (H), ``kv_heads`` (K), ``head`` (h),
 ``mlp`` (F), ``vocab`` (V); None is never split.
@@ -21,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm.config import MeshConfig
-from jaxrl_llm.validation import fit_mesh
+from jaxrl_llm.validation import fit_mesh, generation_factors
 
 AXES = ("data", "pipeline", "fsdp", "tensor")
 """Mesh axes from outermost to innermost: `tensor` groups are neighbours on the fastest links."""
@@ -45,8 +46,77 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(np.asarray(devices).reshape([getattr(sizes, axis) for axis in AXES]), AXES)
 
 
+@dataclasses.dataclass(frozen=True)
+class GenerationView:
+    """The devices of a training mesh as generation uses them.
+
+    Attributes:
+      mesh: with the axes `AXES`: `tensor` of the size asked for, the others are replicas.
+      view: the same devices in the training mesh's order, each axis divided into an outer and an inner part. One
+        program can take arrays of the training mesh and return arrays of the view.
+      tensor_axes: those of the view that are `tensor` of `mesh`, from outermost to innermost.
+    """
+
+    mesh: Mesh
+    view: Mesh
+    tensor_axes: tuple[str, ...]
+
+    def in_view(self, spec: PartitionSpec) -> PartitionSpec:
+        """The same shards on the same devices; `spec` is of `mesh`."""
+        return PartitionSpec(*[self.tensor_axes if entry == "tensor" else entry for entry in spec])
+
+    def steps(self, source: PartitionSpec, target: PartitionSpec) -> tuple[PartitionSpec, ...]:
+        """How an array of the training mesh with `source` becomes one of the view with `target`, so that no device
+        receives more than it lacks; left alone, XLA gathers a matrix whole before it splits it further.
+
+        Where `tensor` grows: first what devices hold already is cut, then the axes that join `tensor` leave the
+        dimensions that they split, last the rest is gathered.
+        """
+        joining = self.tensor_axes[1:]
+        split = [index for index, entry in enumerate(target) if entry == self.tensor_axes]
+        if not split or not any(self.view.shape[axis] > 1 for axis in joining):
+            return (target,)
+        before = [_axes_in(entry) for entry in source] + [()] * (len(target) - len(source))
+        parts = [tuple(part for axis in axes for part in (axis, f"{axis}_inner")) for axes in before]
+        held = set().union(*parts)
+        (dimension,) = split
+        cut = [*parts]
+        cut[dimension] = ("tensor", *[axis for axis in joining if axis not in held])
+        joined = [tuple(axis for axis in axes if axis not in joining) for axes in parts]
+        joined[dimension] = self.tensor_axes
+        return PartitionSpec(*cut), PartitionSpec(*joined), target
+
+
+def _axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
+def generation_view(mesh: Mesh, tensor: int = 0) -> GenerationView:
+    """`mesh` for generation with tensor groups of `tensor` devices; 0 is as many as in training, on `mesh` itself.
+
+    The tensor index of generation begins with that of training, so that a device's new shard of a matrix contains its
+    old one, or lies in it: what HybridFlow's grouping does (arXiv:2409.19256, section 5.3). A smaller size keeps the
+    outer part of `tensor`, and neighbours become replicas; a larger one adds the inner parts of other axes behind it.
+
+    Raises:
+      UserError: the mesh can't be divided so.
+    """
+    sizes = MeshConfig(**{axis: mesh.shape[axis] for axis in AXES})
+    if tensor in (0, sizes.tensor):
+        return GenerationView(mesh, mesh, ("tensor",))
+    inner = generation_factors(sizes, tensor)
+    names = [f"{axis}{part}" for axis in AXES for part in ("", "_inner")]
+    shape = [size for axis in AXES for size in (mesh.shape[axis] // inner[axis], inner[axis])]
+    view = Mesh(mesh.devices.reshape(shape), names)
+    tensor_axes = ("tensor", "data_inner", "pipeline_inner", "fsdp_inner")  # those that split most arrays last
+    order = ("data", "pipeline", "fsdp", "tensor_inner", *tensor_axes)
+    outer = (view.shape["data"], view.shape["pipeline"], view.shape["fsdp"] * view.shape["tensor_inner"], tensor)
+    devices = view.devices.transpose([names.index(name) for name in order]).reshape(outer)
+    return GenerationView(Mesh(devices, AXES), view, tensor_axes)
+
+
 def replica_count(mesh: Mesh) -> int:
-    """Number of generation replicas on `mesh`."""
+    """Number of generation replicas on `mesh`, which is generation's (`GenerationView.mesh`)."""
     return math.prod(mesh.shape[axis] for axis in REPLICA_AXES)
 
 
@@ -65,6 +135,10 @@ class Layout:
     def spec(self, axes: Sequence[str | None]) -> PartitionSpec:
         """PartitionSpec of an array whose dimensions carry the logical `axes`."""
         return PartitionSpec(*[self.rules.get(axis) if axis else None for axis in axes])
+
+    def shards(self, mesh: Mesh, axis: str) -> int:
+        """Over how many devices of `mesh` the logical `axis` is split."""
+        return math.prod(mesh.shape[name] for name in _axes_in(self.rules.get(axis)))
 
     def sharding(self, mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
         return NamedSharding(mesh, self.spec(axes))

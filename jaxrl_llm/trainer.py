@@ -46,11 +46,12 @@ from jaxrl_llm.observability.run_log import RunLog
 from jaxrl_llm.observability.timing import PhaseTimer
 from jaxrl_llm.observability.watchdog import seen
 from jaxrl_llm.options import to_dict
+from jaxrl_llm.residence import Residence, to_device
 from jaxrl_llm.rewards.pool import RewardRunner
 from jaxrl_llm.roles import RoleBuilder, mean_or_max, pack_lengths
 from jaxrl_llm.rollout import EVALUATION_STREAM, Rollout
 from jaxrl_llm.sharding import batch_shards, make_mesh
-from jaxrl_llm.types import Completion, Example, Rollouts
+from jaxrl_llm.types import Completion, Example, Params, Rollouts
 from jaxrl_llm.update import RoleState
 from jaxrl_llm.workdir import CONFIG_FILE, Workdir
 
@@ -107,6 +108,9 @@ class Trainer:
         self.models, self.roles = builder.build()
         self.sources = builder.sources
         self.main = self.algorithm.main_role(self.options).name
+        roles = {name: model.role for name, model in self.models.items()}
+        self.residence = Residence(config.hybrid_engine, roles, self.mesh)
+        self.roles = {name: self.residence.rest(name, state) for name, state in self.roles.items()}
         self.decoder = self.models[self.main].decoder
         self.memory = self.algorithm.init(self.options)
         self.step_index = 0
@@ -269,14 +273,17 @@ class Trainer:
                     with timer("update"):
                         program = self.models[name].update
                         assert program is not None, f"{name} is not trained"
-                        self.roles[name], metrics = program(
+                        teacher = None if divergence is None else self.residence.params(self.roles[divergence.role])
+                        self.roles[name] = self.residence.use(self.roles[name])
+                        state, metrics = program(
                             self.roles[name],
                             rows,
                             jnp.int32(batch.num_micro_batches),
                             jnp.float32(batch.denominator),
                             old_is_actor=part.old_logprobs is None,
-                            teacher=None if divergence is None else self.roles[divergence.role].whole,
+                            teacher=teacher,
                         )
+                        self.roles[name] = self.residence.rest(name, state)
                         values = {metric: float(value) for metric, value in jax.device_get(metrics).items()}
                     (found if batch.num_micro_batches else empty).setdefault(name, []).append(values)
         metrics: dict[str, float] = {}
@@ -308,14 +315,28 @@ class Trainer:
         out: list[np.ndarray] = [np.zeros(0)] * len(sequences.tokens)
         sequences = dataclasses.replace(sequences, extras={}, partner=None)
         program = getattr(self.models[role], kind)
-        for members in packing.mini_batches(sequences, self.config.training.mini_batch_size):
-            batch, placement = self._pack(packing.select(sequences, members))
-            rows = update.put_rows(batch, self.mesh)
-            values = np.asarray(program(self.roles[role].whole, rows, jnp.int32(batch.num_micro_batches)))
-            lengths = [len(sequences.tokens[n]) for n in members]
-            for n, one in zip(members, packing.unpack(values, placement, lengths), strict=True):
-                out[n] = one
+        with self._params(role) as params:
+            for members in packing.mini_batches(sequences, self.config.training.mini_batch_size):
+                batch, placement = self._pack(packing.select(sequences, members))
+                rows = update.put_rows(batch, self.mesh)
+                values = np.asarray(program(params, rows, jnp.int32(batch.num_micro_batches)))
+                lengths = [len(sequences.tokens[n]) for n in members]
+                for n, one in zip(members, packing.unpack(values, placement, lengths), strict=True):
+                    out[n] = one
         return out
+
+    @contextlib.contextmanager
+    def _params(self, role: str) -> Iterator[Params]:
+        """All parameters of a role, on the devices."""
+        if not self.residence.splits(role):
+            yield self.residence.params(self.roles[role])
+            return
+        # What rests on the devices is let go first: joined with the rest it is there once more.
+        self.roles[role] = dataclasses.replace(self.roles[role], params=to_device(self.roles[role].params))
+        try:
+            yield self.roles[role].whole
+        finally:
+            self.roles[role] = self.residence.rest(role, self.roles[role])
 
     # --- evaluation, generation, export -----------------------------------------------------------------------
 
@@ -407,7 +428,8 @@ class Trainer:
         write = export_model
         if self.models[self.main].role.head == "values":
             write = functools.partial(export_classifier, end_token_id=require_eos(self.tokenizer))
-        write(folder, self.decoder, self.roles[self.main].whole, self.tokenizer, overwrite=overwrite)
+        with self._params(self.main) as params:
+            write(folder, self.decoder, params, self.tokenizer, overwrite=overwrite)
 
     # --- saving and resuming ----------------------------------------------------------------------------------
 
@@ -427,7 +449,9 @@ class Trainer:
     def _saved(self) -> dict[str, RoleState]:
         """What a checkpoint holds of the roles: not the base under adapters, nor a role read from its source again."""
         return {
-            name: dataclasses.replace(state, base=None) for name, state in self.roles.items() if self.models[name].saved
+            name: self.residence.use(dataclasses.replace(state, base=None))
+            for name, state in self.roles.items()
+            if self.models[name].saved
         }
 
     def restore(self, step: int | None = None) -> bool:
@@ -440,13 +464,14 @@ class Trainer:
             return False
         if self.read_only:
             for name, state in self.roles.items():
-                self.step_index, params = self.checkpoints.restore_params(name, state.params, step)
-                self.roles[name] = RoleState(params, base=state.base)
+                whole = self.residence.use(state).params
+                self.step_index, params = self.checkpoints.restore_params(name, whole, step)
+                self.roles[name] = self.residence.rest(name, RoleState(params, base=state.base))
             logger.info("the checkpoint after step %d of %s", self.step_index, self.checkpoints.directory)
             return True
         restored = self.checkpoints.restore(self._saved(), step)
         for name, state in restored.state.items():
-            self.roles[name] = dataclasses.replace(state, base=self.roles[name].base)
+            self.roles[name] = self.residence.rest(name, dataclasses.replace(state, base=self.roles[name].base))
         self.memory, self.step_index = restored.host["memory"], restored.step
         if self.data is not None and restored.host["data"] is not None:
             self.data.restore(restored.host["data"])

@@ -54,6 +54,7 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
         yield ("warning", _low_precision_warning(config))
     yield from _length_conflicts(config, training)
     yield from mesh_conflicts(config)
+    yield from _offload_conflicts(config)
     yield from _reward_conflicts(config, training)
     if training:
         validate = _algorithm(config.algorithm.name).validate
@@ -229,6 +230,49 @@ def mesh_conflicts(config: RunConfig) -> Iterator[Problem]:
             f"training.row_tokens = {row_tokens} can't be split over mesh.tensor = {tensor}, as "
             f"training.sequence_parallel asks for. Set it to {row_tokens + -row_tokens % tensor}.",
         )
+    yield from _layout_conflicts(config)
+
+
+def _layout_conflicts(config: RunConfig) -> Iterator[Problem]:
+    """What the layout of generation and the mesh must agree on; a -1 of the mesh agrees with anything."""
+    if config.hybrid_engine.enable_3d_resharding:
+        return
+    tensor, mesh = config.rollout.tensor, config.mesh
+    if tensor not in (0, mesh.tensor) and mesh.tensor != -1:
+        yield (
+            "error",
+            "hybrid_engine.enable_3d_resharding = False keeps one layout for both phases, so rollout.tensor = "
+            f"{tensor} can't differ from mesh.tensor = {mesh.tensor}. Set rollout.tensor = 0, or allow the change of "
+            "layout.",
+        )
+    if mesh.pipeline not in (1, -1):
+        yield (
+            "error",
+            f"hybrid_engine.enable_3d_resharding = False with mesh.pipeline = {mesh.pipeline}: every replica decodes "
+            "with all layers, which no stage of a pipeline has. Set it to True, or mesh.pipeline to 1.",
+        )
+
+
+def _offload_conflicts(config: RunConfig) -> Iterator[Problem]:
+    layers, adapters = config.hybrid_engine.offload_actor_layers, config.model.lora_rank
+    if layers and adapters:
+        yield (
+            "error",
+            f"hybrid_engine.offload_actor_layers = {layers} with model.lora_rank = {adapters}: the layers under "
+            "adapters are shared by all roles, so they stay on the devices. Set one of them to 0.",
+        )
+    if layers and config.mesh.pipeline not in (1, -1):
+        yield (
+            "error",
+            f"hybrid_engine.offload_actor_layers = {layers} with mesh.pipeline = {config.mesh.pipeline}: the first "
+            "layers are all on the first stage, so the others would save nothing. Set one of them to its default.",
+        )
+    if config.hybrid_engine.offload_reference and adapters and not config.reference.path:
+        yield (
+            "error",
+            f"hybrid_engine.offload_reference with model.lora_rank = {adapters}: the reference is the base under the "
+            "adapters, which the policy needs on the devices. Switch it off, or set reference.path.",
+        )
 
 
 def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
@@ -302,6 +346,47 @@ def fit_mesh(mesh: MeshConfig, device_count: int) -> MeshConfig:
     raise UserError(f"{text}: there are {device_count} devices, and {relation}. {_factorisations(mesh, device_count)}")
 
 
+def generation_factors(mesh: MeshConfig, tensor: int) -> dict[str, int]:
+    """How generation with ``rollout.tensor`` divides a mesh: each axis into an outer and an inner part.
+
+    A smaller tensor size leaves the inner part of ``tensor`` to replicas. A larger one takes the inner parts of
+    ``fsdp``, ``pipeline`` and ``data``, in this order, into the tensor groups.
+
+    Args:
+      mesh: without a -1.
+
+    Returns:
+      The size of the inner part by axis.
+
+    Raises:
+      UserError: the axes can't be divided so; the message lists the sizes that can.
+    """
+    factors = _inner_sizes(mesh, tensor)
+    if factors is None:
+        count = math.prod(dataclasses.astuple(mesh))
+        allowed = [size for size in range(1, count + 1) if _inner_sizes(mesh, size) is not None]
+        raise UserError(
+            f"rollout.tensor = {tensor} can't be made of mesh.tensor = {mesh.tensor} and the other axes (fsdp "
+            f"{mesh.fsdp}, pipeline {mesh.pipeline}, data {mesh.data}): it divides mesh.tensor, or is mesh.tensor "
+            f"times divisors of them. Allowed: {', '.join(map(str, allowed))}, or 0 for mesh.tensor."
+        )
+    return factors
+
+
+def _inner_sizes(mesh: MeshConfig, tensor: int) -> dict[str, int] | None:
+    sizes = {"fsdp": 1, "pipeline": 1, "data": 1, "tensor": 1}
+    wanted = tensor or mesh.tensor
+    if mesh.tensor % wanted == 0:
+        return sizes | {"tensor": mesh.tensor // wanted}
+    wanted, rest = divmod(wanted, mesh.tensor)
+    if rest:
+        return None
+    for axis in ("fsdp", "pipeline", "data"):
+        sizes[axis] = math.gcd(wanted, getattr(mesh, axis))
+        wanted //= sizes[axis]
+    return sizes if wanted == 1 else None
+
+
 def _factorisations(mesh: MeshConfig, device_count: int) -> str:
     """Meshes that would work, those that keep most of the sizes asked for first."""
     stages = mesh.pipeline if mesh.pipeline > 0 and device_count % mesh.pipeline == 0 else 1
@@ -336,6 +421,14 @@ def model_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Ite
     yield from _split_conflicts(config.mesh, model_config)
     if uneven := uneven_layers(config, model_config.num_layers, config.model.path or "model.architecture"):
         yield ("error", uneven)
+    yield from _generation_split_conflicts(config.rollout.tensor, model_config)
+    offloaded = config.hybrid_engine.offload_actor_layers
+    if offloaded > model_config.num_layers:
+        yield (
+            "error",
+            f"hybrid_engine.offload_actor_layers = {offloaded}, and the model has {model_config.num_layers} layers. "
+            "Give at most that many.",
+        )
     yield from _special_id_conflicts(config, model_config, tokenizer)
 
 
@@ -376,6 +469,22 @@ def _split_conflicts(mesh: MeshConfig, model_config: Any) -> Iterator[Problem]:
                 f"mesh.{axis} = {shards} does not divide the {' and the '.join(uneven)} of the model. "
                 f"Allowed: {', '.join(map(str, allowed))}; mesh.data can take the other devices.",
             )
+
+
+def _generation_split_conflicts(tensor: int, model_config: Any) -> Iterator[Problem]:
+    sizes = {
+        "key/value heads": model_config.num_kv_heads,
+        "columns of the feed-forward layers (intermediate_size)": model_config.intermediate_size,
+    }
+    uneven = [f"{size} {name}" for name, size in sizes.items() if tensor and size % tensor]
+    if uneven:
+        common = math.gcd(*sizes.values())
+        allowed = [size for size in range(1, common + 1) if common % size == 0]
+        yield (
+            "error",
+            f"rollout.tensor = {tensor} does not divide the {' and the '.join(uneven)} of the model. Allowed: "
+            f"{', '.join(map(str, allowed))}, as far as the mesh has them; the other devices become replicas.",
+        )
 
 
 def _special_id_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Iterator[Problem]:

@@ -33,6 +33,7 @@ FREE_TO_CHANGE = (
     "rollout.tokens_per_dispatch",
     "rollout.prefill_tokens",
     "rollout.attention",
+    "rollout.tensor",
     "training.micro_batch_tokens",
     "training.row_tokens",
     "training.logprob_chunk_tokens",

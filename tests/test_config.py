@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import logging
+import math
 import pathlib
 import subprocess
 import sys
@@ -205,6 +206,10 @@ TWO_REWARDS = {"right": {"function": "exact_match"}, "brief": {}}
             {"training__sequence_parallel": True, "mesh__tensor": 4, "training__row_tokens": 770},
             ["training.row_tokens = 770", "mesh.tensor = 4", "Set it to 772"],
         ),
+        (
+            {"hybrid_engine__enable_3d_resharding": False, "rollout__tensor": 2},
+            ["enable_3d_resharding = False", "rollout.tensor = 2 can't differ from mesh.tensor = 1"],
+        ),
         ({"rollout__attention": "xle"}, ["rollout.attention = 'xle'", "Did you mean 'xla'?", "auto", "reference"]),
         ({"rollout__num_pages": 48}, ["rollout.num_pages = 48", "512 + 256 = 768", "At least 49 pages"]),
         ({"rewards": {}}, ["rewards is empty", "grpo learns from rewards alone"]),
@@ -338,6 +343,34 @@ def test_a_pipeline_size_that_the_devices_decide_is_checked_when_they_are_known(
     assert with_mesh(config, 2).mesh.pipeline == 2
     with pytest.raises(UserError, match=r"pipeline_micro_batches = 6 is not a multiple of mesh\.pipeline = 4"):
         with_mesh(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "tensor", "allowed"),
+    [
+        ({"data": 2, "tensor": 4}, 8, ""),
+        ({"data": 2, "tensor": 4}, 3, "1, 2, 4, 8"),
+        ({"fsdp": 2, "tensor": 4}, 16, "1, 2, 4, 8"),
+        ({"fsdp": 6, "tensor": 2}, 4, ""),
+        ({"fsdp": 6, "tensor": 2}, 8, "1, 2, 4, 6, 12"),
+    ],
+)
+def test_groups_of_generation_are_made_of_whole_axes_of_the_mesh(mesh: dict, tensor: int, allowed: str):
+    """A multiple of mesh.tensor takes equal parts of the other axes, a divisor leaves replicas."""
+    sizes = {"data": 1, "fsdp": 1, **mesh}
+    config = make(rollout__tensor=tensor, **{f"mesh__{axis}": size for axis, size in sizes.items()})
+    count = math.prod(sizes.values())
+    if not allowed:
+        assert resolve(config, count).rollout.tensor == tensor
+        return
+    with pytest.raises(UserError, match=f"rollout.tensor = {tensor} .*Allowed: {allowed}, or 0"):
+        resolve(config, count)
+
+
+def test_groups_of_generation_must_divide_the_model():
+    config = resolve(make(rollout__tensor=4), 8)
+    with pytest.raises(UserError, match=r"rollout.tensor = 4 does not divide the 2 key/value heads .*Allowed: 1, 2"):
+        configs.check_against_model(config, model(num_heads=16, num_kv_heads=2), Tokenizer())
 
 
 def test_the_default_mesh_takes_all_devices():

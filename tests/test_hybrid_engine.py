@@ -9,9 +9,10 @@ import pytest
 
 from jaxrl_llm.bench.gpu_programs import operations
 from jaxrl_llm.config import HybridEngineConfig, MeshConfig
-from jaxrl_llm.hybrid_engine import HybridEngine, received_bytes
+from jaxrl_llm.hybrid_engine import HybridEngine
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.observability.timing import CompileCounter
+from jaxrl_llm.resharding import BucketMover, received_bytes
 from jaxrl_llm.sharding import GENERATION, TRAINING, make_mesh
 from tests.test_update import CONFIG
 
@@ -157,30 +158,29 @@ def test_a_change_holds_one_bucket_and_one_layer_beside_both_layouts(monkeypatch
     engine, params = engine_and_params((1, 4, 2), bucket_bytes=bucket_bytes)
     before = jax.live_arrays()  # held, so that no id is used again
     known = {id(array) for array in before}
-    events, in_flight, beside, moved = [], [], [], []
-    put, wait = jax.device_put, jax.block_until_ready
+    events, in_flight, beside = [], [], []
+    flush, wait = BucketMover.flush, jax.block_until_ready
 
-    def counted_put(arrays, targets):
+    def counted_flush(mover):
         # An array on one device is a view of a shard here.
         alive = [array for array in jax.live_arrays() if len(array.sharding.device_set) > 1]
         beside.append(sum(array.nbytes for array in alive if id(array) not in known))
-        in_flight.append(sum(array.nbytes for array in arrays))
-        events.append("put")
-        result = put(arrays, targets)
-        moved.extend(result)
-        known.update(id(array) for array in result)
-        return result
+        pending = mover.pending
+        in_flight.append(sum(slot.array.nbytes for slot in pending))
+        events.append("move")
+        flush(mover)
+        known.update(id(slot.array) for slot in pending)
 
     def counted_wait(arrays):
         events.append("wait")
         return wait(arrays)
 
-    monkeypatch.setattr(jax, "device_put", counted_put)
+    monkeypatch.setattr(BucketMover, "flush", counted_flush)
     monkeypatch.setattr(jax, "block_until_ready", counted_wait)
     result = engine.to_generation(params)
     largest = max(leaf.nbytes for leaf in jax.tree.leaves(result))
     layer = sum(leaf.nbytes for leaf in jax.tree.leaves(result["layers"][0]))
-    assert events == ["put", "wait"] * len(in_flight) and len(in_flight) > 2
+    assert events == ["move", "wait"] * len(in_flight) and len(in_flight) > 2
     assert max(in_flight) <= bucket_bytes + largest
     assert layer <= max(beside) <= bucket_bytes + layer
 

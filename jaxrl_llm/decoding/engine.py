@@ -116,8 +116,9 @@ class Engine:
     """Generates completions with one decoder on one mesh.
 
     Parameters are given to each call, in the generation arrangement and layout (``Decoder.generation_params``,
-    ``sharding.GENERATION``). The pool's memory stays until :meth:`release`; what it caches is found by a later call
-    only where that asks for it (``reuse``) and has the very same arrays, so new weights never meet old keys.
+    ``sharding.GENERATION``; in another layout on the same mesh, each dispatch gathers them first). The pool's memory
+    stays until :meth:`release`; what it caches is found by a later call only where that asks for it (``reuse``) and has
+    the very same arrays, so new weights never meet old keys.
 
     Attributes:
       attention: how decode reads the cache, ``rollout.attention`` with ``auto`` decided.
@@ -538,6 +539,7 @@ def _check_tensor_axis(decoder: Decoder, mesh: Mesh) -> None:
     tensor = mesh.shape["tensor"]
     if decoder.config.num_kv_heads % tensor:
         raise UserError(
-            f"mesh.tensor is {tensor}, which does not divide the model's {decoder.config.num_kv_heads} key/value "
-            "heads, over which the cache is split. Use a divisor of that number."
+            f"Tensor groups of generation have {tensor} devices (rollout.tensor, or mesh.tensor where that is 0). That "
+            f"does not divide the model's {decoder.config.num_kv_heads} key/value heads, over which the cache is "
+            "split. Use a divisor of that number."
         )

@@ -1,0 +1,152 @@
+"""Where the arrays of a role stay between their uses: on the devices, or in the memory of the host.
+
+What `HybridEngineConfig` offloads rests in pinned host memory with the same sharding, and is copied to the devices for
+the program that reads it, array by array and bit by bit, so that no result changes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from jaxrl_llm.algorithms.interface import Role
+from jaxrl_llm.config import HybridEngineConfig
+from jaxrl_llm.errors import UserError
+from jaxrl_llm.types import Params
+from jaxrl_llm.update import RoleState
+
+HOST = "pinned_host"
+"""The memory kind, as JAX calls it, that devices copy to and from fastest."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SplitStack:
+    """A stacked array ``[L, …]`` whose first layers are in the host's memory.
+
+    Attributes:
+      host: those, ``[1, …]`` each.
+      device: the others, ``[L - n, …]``.
+    """
+
+    host: tuple[jax.Array, ...]
+    device: jax.Array
+
+
+class Residence:
+    """Brings the roles of a run to the devices for a use, and back to where they rest.
+
+    Args:
+      roles: by name.
+
+    Raises:
+      UserError: something is to be offloaded, and the devices have no such memory.
+    """
+
+    def __init__(self, config: HybridEngineConfig, roles: Mapping[str, Role], mesh: Mesh):
+        self.config, self.roles = config, roles
+        asked = [
+            f"hybrid_engine.{name}"
+            for name in ("offload_optimizer", "offload_reference", "offload_critic", "offload_actor_layers")
+            if getattr(config, name)
+        ]
+        if asked:
+            check_host_memory(mesh, asked[0])
+
+    def rest(self, name: str, state: RoleState) -> RoleState:
+        """The role between its uses: what is offloaded is copied to the host, and its device memory is free once the
+        caller drops `state`."""
+        section, settings = self.roles[name].section, self.config
+        if (section == "reference" and settings.offload_reference) or (section == "critic" and settings.offload_critic):
+            return dataclasses.replace(state, params=to_host(state.params), opt_state=to_host(state.opt_state))
+        if settings.offload_optimizer:
+            state = dataclasses.replace(state, opt_state=to_host(state.opt_state))
+        if self.splits(name):
+            params = state.params
+            runs = jax.tree.map(lambda leaf: split_stack(leaf, settings.offload_actor_layers), params["blocks"])
+            state = dataclasses.replace(state, params={**params, "blocks": runs})
+        return state
+
+    def splits(self, name: str) -> bool:
+        """Whether a part of the role's layers rests in the host's memory, and a part on the devices."""
+        return self.roles[name].section == "policy" and self.config.offload_actor_layers > 0
+
+    def params(self, state: RoleState) -> Params:
+        """All parameters of a resting role, on the devices; no copy of those that are there."""
+        return dataclasses.replace(state, params=to_device(state.params), opt_state=None).whole
+
+    def use(self, state: RoleState) -> RoleState:
+        """The whole resting role on the devices, for an update or a checkpoint."""
+        return dataclasses.replace(state, params=to_device(state.params), opt_state=to_device(state.opt_state))
+
+
+def check_host_memory(mesh: Mesh, option: str) -> None:
+    """Raises a UserError that names `option` where the devices have no pinned memory of their host."""
+    device = mesh.local_devices[0]
+    kinds = sorted(memory.kind for memory in device.addressable_memories())
+    if HOST not in kinds:
+        raise UserError(
+            f"{option} keeps arrays in memory of the kind {HOST!r}, which {device.device_kind} devices (backend "
+            f"{device.platform!r}) don't have; theirs: {', '.join(kinds) or 'none'}. Switch it off."
+        )
+
+
+def to_host(tree: Any) -> Any:
+    """The same arrays, with their shardings, in the host's memory."""
+    shardings = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(HOST), tree)
+    return jax.device_put(tree, shardings)
+
+
+def to_device(tree: Any) -> Any:
+    """The same arrays, with their shardings, on the devices; those that are there are handed on."""
+    return jax.tree.map(lambda leaf: _join(leaf) if _is_split(leaf) else _fetch(leaf), tree, is_leaf=_is_split)
+
+
+def split_stack(leaf: jax.Array, count: int) -> SplitStack:
+    """The first `count` layers of a stacked array to the host."""
+    *first, rest = _split_program(count, leaf.sharding)(leaf)
+    return SplitStack(tuple(to_host(first)), rest)
+
+
+def streamed_layers(run: Params) -> tuple[list[Params], Params]:
+    """Of a stacked run: the layers that are on the host, each a run of one, and the run of the others."""
+    leaves, structure = jax.tree.flatten(run, is_leaf=_is_split)
+    if not leaves or not _is_split(leaves[0]):
+        return [], run
+    hosts = [jax.tree.unflatten(structure, layer) for layer in zip(*(leaf.host for leaf in leaves), strict=True)]
+    return hosts, jax.tree.unflatten(structure, [leaf.device for leaf in leaves])
+
+
+def _is_split(leaf: Any) -> bool:
+    return isinstance(leaf, SplitStack)
+
+
+def _fetch(leaf: jax.Array) -> jax.Array:
+    sharding = leaf.sharding
+    if sharding.memory_kind != HOST:
+        return leaf
+    assert isinstance(sharding, NamedSharding)
+    return jax.device_put(leaf, NamedSharding(sharding.mesh, sharding.spec))
+
+
+def _join(stack: SplitStack) -> jax.Array:
+    return _join_program(stack.device.sharding)([_fetch(leaf) for leaf in stack.host], stack.device)
+
+
+@functools.cache
+def _split_program(count: int, sharding: jax.sharding.Sharding) -> Any:
+    def split(leaf: jax.Array) -> list[jax.Array]:
+        return [*(leaf[index : index + 1] for index in range(count)), leaf[count:]]
+
+    return jax.jit(split, out_shardings=[sharding] * (count + 1))
+
+
+@functools.cache
+def _join_program(sharding: jax.sharding.Sharding) -> Any:
+    return jax.jit(lambda host, device: jnp.concatenate([*host, device]), out_shardings=sharding)
