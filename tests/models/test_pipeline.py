@@ -20,7 +20,7 @@ SCHEDULES = [Schedule(4, 4), Schedule(4, 8), Schedule(4, 4, 2), Schedule(2, 6, 3
 
 @pytest.mark.parametrize("schedule", [*SCHEDULES, Schedule(3, 6, 2), Schedule(6, 6, 4), Schedule(4, 12, 6)], ids=str)
 def test_every_piece_runs_once_right_after_the_one_before(schedule):
-    """Caught: a group's turns one tick too late; micro-batches of another group; idle ticks at the wrong end."""
+    """Caught: groups counted without the pieces of a stage."""
     stages, repeats = schedule.stages, schedule.repeats
     when = {}
     busy_ticks = 0
@@ -88,8 +88,8 @@ def _plain_weights(monkeypatch):
     ("schedule", "dtype"), [*((one, jnp.float32) for one in SCHEDULES), (Schedule(2, 4, 2), jnp.bfloat16)], ids=str
 )
 def test_a_pipeline_is_its_layers_one_after_the_other(schedule, dtype):
-    """Values and gradients. Caught: a gradient without the last group; the layers' data in the order of the model;
-    an order that is not undone; in bfloat16 a sum over a manual axis, which ends the process."""
+    """Values and gradients. Caught: the output's gradient given to every piece of the last stage; an order that is
+    not undone."""
     trained, frozen, scales, rows, x, target = _problem(schedule, dtype)
     mesh = _mesh(schedule.stages)
 
@@ -126,7 +126,7 @@ def test_a_pipeline_is_its_layers_one_after_the_other(schedule, dtype):
 
 @pytest.mark.parametrize("schedule", [Schedule(4, 4, 2), Schedule(2, 2, 6), Schedule(4, 4, 3)], ids=str)
 def test_arranged_layers_lie_where_they_run_and_come_back(schedule):
-    """Only each device's own share is moved: no gather of the stack. Caught: an exchange that leaves a piece out."""
+    """Only each device's own share is moved: no gather of the stack. Caught: an exchange left out."""
     mesh = _mesh(schedule.stages)
     blocks = {"a": jnp.arange(LAYERS * 3.0).reshape(LAYERS, 3), "b": jnp.arange(LAYERS, dtype=jnp.bfloat16)}
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("pipeline"))
@@ -147,8 +147,8 @@ def test_arranged_layers_lie_where_they_run_and_come_back(schedule):
 
 
 def test_a_decoder_with_adapters_in_a_pipeline(monkeypatch):
-    """Hidden states and the adapters' gradient, without a schedule given; the base has none. Caught: a base and
-    adapters that do not come together in a stage; rows that come back in another order."""
+    """Hidden states and the adapters' gradient, without a schedule given; the base has none. Caught: adapters on
+    a base of zeros; rows cut in another order than they are put together."""
     monkeypatch.undo()
     decoder, params = tiny_model(num_layers=4, windows=(None, 5, None, 3))
     decoder = decoder.with_lora(Lora(2, 4.0, ("q", "down")))
