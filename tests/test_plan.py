@@ -167,7 +167,10 @@ def test_a_pipeline_is_planned_as_it_will_run():
 
 
 def test_search_ranks_what_the_model_allows():
-    """The tiny model's heads and width bound the mesh. Caught: factorisations with an axis left out."""
+    """The tiny model's heads and width bound the mesh, and its key/value heads the tensor size of generation.
+
+    Caught: factorisations with an axis left out; generation planned on the training mesh.
+    """
     config = tiny(8)
     planned = planned_devices(DEVICE_KINDS["cpu"], 8)
     shape = model_shape(config)
@@ -175,6 +178,12 @@ def test_search_ranks_what_the_model_allows():
     found = {dataclasses.astuple(one.mesh) for one, _, _ in rows}
     assert (8, 1, 1, 1) in found and (1, 8, 1, 1) in found
     assert all(shape.num_kv_heads % one.mesh.tensor == 0 for one, _, _ in rows)
+    of_fsdp = {
+        one.rollout.tensor: setup.generation.mesh.shape["tensor"]
+        for one, setup, _ in rows
+        if one.mesh == MeshConfig(data=1, fsdp=8)
+    }
+    assert of_fsdp == {0: 1, 2: 2} and shape.num_kv_heads == 2
     seconds = [plan.step_s for _, _, plan in rows if plan.fits]
     assert seconds and seconds == sorted(seconds)
 

@@ -19,7 +19,8 @@ SHOWN_OF_SEARCH = 12
 
 def mesh_text(config: RunConfig) -> str:
     sizes = ((axis, size) for axis, size in dataclasses.asdict(config.mesh).items() if size > 1)
-    return " x ".join(f"{axis} {size}" for axis, size in sizes) or "1 device"
+    training = " x ".join(f"{axis} {size}" for axis, size in sizes) or "1 device"
+    return f"{training}; rollout.tensor {config.rollout.tensor}" if config.rollout.tensor else training
 
 
 def show(console: Console, setup: Setup, planned: PlannedDevices, plan: Estimate) -> None:
@@ -120,6 +121,7 @@ def as_json(setup: Setup, planned: PlannedDevices, plan: Estimate) -> dict[str, 
     """Everything of a plan: bytes of one device, seconds of a step."""
     return {
         "mesh": dict(setup.mesh.shape),
+        "generation_mesh": None if setup.generation is None else dict(setup.generation.mesh.shape),
         "devices": setup.mesh.size,
         "device_kind": planned.kind.name,
         "compiled": plan.compiled,

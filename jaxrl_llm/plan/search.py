@@ -1,16 +1,21 @@
-"""Every mesh that a run could have on so many devices."""
+"""Every mesh that a run could have on so many devices, and every tensor size of generation on each."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
 
+from jaxrl_llm.algorithms import find_algorithm
 from jaxrl_llm.config import MeshConfig, RunConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.plan.device_kinds import PlannedDevices
 from jaxrl_llm.plan.estimate import Estimate, estimate
 from jaxrl_llm.plan.setup import Setup
+
+GENERATION_TENSOR = (0, 1, 2, 4, 8)
+"""Tensor sizes of generation that are tried; 0 is that of training. A machine has 8 devices, and a larger group would
+decode over the network."""
 
 
 def meshes(count: int) -> Iterator[MeshConfig]:
@@ -24,14 +29,19 @@ def meshes(count: int) -> Iterator[MeshConfig]:
 
 
 def candidates(config: RunConfig, shape: ModelConfig, planned: PlannedDevices) -> Iterator[tuple[RunConfig, Setup]]:
-    """The configuration on every mesh that the checks of a run allow."""
+    """The configuration on every mesh and with every size of ``rollout.tensor`` that the checks of a run allow."""
+    generates = find_algorithm(config.algorithm.name).generates
     for mesh in meshes(len(planned.devices)):
-        one = dataclasses.replace(config, mesh=mesh)
-        try:
-            _check(one)
-            yield one, Setup.of(one, shape, planned)
-        except UserError:
-            continue
+        for tensor in GENERATION_TENSOR if generates and config.hybrid_engine.enable_3d_resharding else (0,):
+            if tensor == mesh.tensor:
+                continue  # that is 0
+            rollout = dataclasses.replace(config.rollout, tensor=tensor)
+            one = dataclasses.replace(config, mesh=mesh, rollout=rollout)
+            try:
+                _check(one)
+                yield one, Setup.of(one, shape, planned)
+            except UserError:
+                continue
 
 
 def ranked(config: RunConfig, shape: ModelConfig, planned: PlannedDevices) -> list[tuple[RunConfig, Setup, Estimate]]:
@@ -59,6 +69,7 @@ def rank(row: tuple[RunConfig, Setup, Estimate]) -> tuple[bool, float, int]:
 def _check(config: RunConfig) -> None:
     from jaxrl_llm import validation
 
+    validation.generation_factors(config.mesh, config.rollout.tensor)
     problems = [text for level, text in validation.conflicts(config, True) if level == "error"]
     if problems:
         raise UserError(problems[0])

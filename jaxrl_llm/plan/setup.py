@@ -23,7 +23,7 @@ from jaxrl_llm.plan.abstract_roles import AbstractRoles, with_shardings
 from jaxrl_llm.plan.device_kinds import PlannedDevices
 from jaxrl_llm.plan.programs import Generation, Program, device_bytes, update_program
 from jaxrl_llm.roles import Model, pack_lengths
-from jaxrl_llm.sharding import TRAINING, batch_shards, make_mesh
+from jaxrl_llm.sharding import TRAINING, batch_shards, generation_view, make_mesh
 from jaxrl_llm.types import Params
 from jaxrl_llm.update import RoleState
 
@@ -86,7 +86,7 @@ class Setup:
                 rollout = dataclasses.replace(rollout, attention="xla")
             decoder = models[main].decoder
             context = min(configs.longest_sequence(config), decoder.config.max_position)
-            generation = Generation(decoder, generation_mesh(config, mesh), rollout, context, dtype)
+            generation = Generation(decoder, generation_view(mesh, rollout.tensor).mesh, rollout, context, dtype)
         return cls(config, algorithm, mesh, dtype, shape, models, states, row_shape, generation)
 
     @property
@@ -193,11 +193,6 @@ class LayoutBytes:
     new: int
     passing: int
     received: int
-
-
-def generation_mesh(config: RunConfig, mesh: Mesh) -> Mesh:
-    """The mesh of generation: the one place to ask for another tensor size."""
-    return mesh
 
 
 def compute_dtype(config: RunConfig, planned: PlannedDevices) -> str:
