@@ -390,6 +390,13 @@ class HybridEngineConfig:
         low=0,
         unit="layers",
     )
+    kv_cache_policy: str = option(
+        "static",
+        "Of the decoder's pages: static keeps them allocated between steps. dynamic frees them for training, and where "
+        "rollout.num_pages is 0 makes as many as the memory that is free at the first generation holds, at most "
+        "enough for all slots.",
+        choices=("static", "dynamic"),
+    )
     enable_3d_resharding: bool = option(
         True,
         "False keeps the sharding of training while completions are sampled: nothing moves between steps, and every "

@@ -72,7 +72,15 @@ class Rollout:
     def engine(self) -> Engine:
         context = min(longest_sequence(self.config), self.decoder.config.max_position)
         mesh = self.hybrid_engine.generation_mesh
-        return Engine(self.decoder, mesh, self.config.rollout, self.tokenizer, context=context, dtype=self.dtype)
+        return Engine(
+            self.decoder,
+            mesh,
+            self.config.rollout,
+            self.tokenizer,
+            context=context,
+            dtype=self.dtype,
+            fit_pages=self.config.hybrid_engine.kv_cache_policy == "dynamic",
+        )
 
     @functools.cached_property
     def reward_runner(self) -> RewardRunner:
@@ -137,7 +145,10 @@ class Rollout:
         with timer("layout"):
             generation_params = self.hybrid_engine.to_generation(params)
         with timer("generation"):
-            return self.engine.generate(generation_params, requests, on_text=on_text, progress=_tell_watchdog)
+            completions = self.engine.generate(generation_params, requests, on_text=on_text, progress=_tell_watchdog)
+            if self.config.hybrid_engine.kv_cache_policy == "dynamic":
+                self.engine.release()
+        return completions
 
     def rollouts(
         self,

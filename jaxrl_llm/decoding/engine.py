@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jaxrl_kernels.device import target_device
@@ -128,6 +129,8 @@ class Engine:
         every id of the vocabulary can be sampled.
       context: most tokens of prompt and response together; None is the model's. A smaller one saves pages and
         programs to compile.
+      fit_pages: where ``rollout.num_pages`` is 0, have as many pages as the memory holds that is free when pools are
+        first made, at most enough of all slots.
       dtype: of the parameters that `generate` will be given; what ``attention='auto'`` stands for depends on it.
 
     Raises:
@@ -143,6 +146,7 @@ class Engine:
         *,
         context: int | None = None,
         dtype: Any = jnp.float32,
+        fit_pages: bool = False,
     ):
         self.decoder = decoder
         self.mesh = mesh
@@ -155,6 +159,7 @@ class Engine:
         self.num_replicas = replica_count(mesh)
         self.num_pages = _checked_num_pages(rollout, self.context)
         _check_tensor_axis(decoder, mesh)
+        self._fit_pages = fit_pages and rollout.num_pages == 0
         self._buckets = buckets.Buckets.of(rollout, self.context, fine=self.attention == GATHERED)
         self._seen: set[tuple[Any, ...]] = set()
         self._pools: list[Any] | None = None
@@ -227,6 +232,8 @@ class Engine:
             if first.is_deleted() or first.dtype != dtype:
                 self._pools = None
         if self._pools is None:
+            if self._fit_pages:  # once: other pools would need other programs
+                self.num_pages, self._fit_pages = self._pages_that_fit(dtype), False
             self._check_memory(dtype)
             self._pools = self._pool_program(dtype)
             self._progress = self._put(
@@ -252,10 +259,8 @@ class Engine:
 
     def _check_memory(self, dtype: Any) -> None:
         """Refuses pools larger than a device: XLA's error names no option, and on a CPU the process is just killed."""
-        config, rollout = self.decoder.config, self.rollout
-        tokens = self.num_pages * rollout.page_size
-        heads = config.num_kv_heads // self.mesh.shape["tensor"]
-        needed = 2 * config.num_layers * tokens * heads * config.head_size * jnp.dtype(dtype).itemsize
+        rollout = self.rollout
+        needed = self.num_pages * self._page_bytes(dtype)
         available = memory_bytes(self.mesh.local_devices[0])
         if needed > available:
             raise UserError(
@@ -265,6 +270,28 @@ class Engine:
                 f"sequences of {self.context} tokens). Lower rollout.num_slots or rollout.num_pages, or the page size: "
                 "a page holds tokens of one sequence."
             )
+
+    def _page_bytes(self, dtype: Any) -> int:
+        """Of one page on each device of a replica."""
+        config = self.decoder.config
+        heads = config.num_kv_heads // self.mesh.shape["tensor"]
+        return 2 * config.num_layers * self.rollout.page_size * heads * config.head_size * jnp.dtype(dtype).itemsize
+
+    def _pages_that_fit(self, dtype: Any) -> int:
+        """The same number on all processes: the fullest device decides, and a tenth is left to the programs."""
+        free = min(free_bytes(device) for device in self.mesh.local_devices)
+        pages = min(self.num_pages, int(0.9 * free) // self._page_bytes(dtype))
+        if jax.process_count() > 1:
+            pages = int(multihost_utils.process_allgather(np.array(pages)).min())
+        least = pages_for(self.context, self.rollout.page_size) + 1
+        if pages < least:
+            raise UserError(
+                f"hybrid_engine.kv_cache_policy = 'dynamic': {free / 2**30:.3g} GiB are free on a device, which hold "
+                f"{pages} pages of rollout.page_size = {self.rollout.page_size} tokens; one sequence of {self.context} "
+                f"tokens and a page to copy into need {least}. Shorten sequences, raise rollout.tensor, or offload."
+            )
+        logger.info("key/value cache: %d pages on each replica, of %d for all slots", pages, self.num_pages)
+        return pages
 
     def release(self) -> None:
         """Frees the KV pools; the next call allocates them again."""
@@ -520,6 +547,15 @@ def memory_bytes(device: Any) -> int:
     if statistics and "bytes_limit" in statistics:
         return statistics["bytes_limit"]
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // jax.local_device_count()
+
+
+def free_bytes(device: Any) -> int:
+    """What of `memory_bytes` no array takes; where the device doesn't count, by the arrays that are alive."""
+    statistics = device.memory_stats()
+    if statistics and "bytes_limit" in statistics:
+        return statistics["bytes_limit"] - statistics["bytes_in_use"]
+    shards = (shard for array in jax.live_arrays() if not array.is_deleted() for shard in array.addressable_shards)
+    return memory_bytes(device) - sum(shard.data.nbytes for shard in shards if shard.device == device)
 
 
 def _checked_num_pages(rollout: RolloutConfig, context: int) -> int:

@@ -407,3 +407,27 @@ def test_a_cache_larger_than_the_device_is_refused(model, rollout, make_request)
     engine, params = model.engine(rollout(page_size=2**31 - 1, num_slots=10**6))
     with pytest.raises(UserError, match=r"needs .* GiB on each device, which has .*rollout\.page_size = 2147483647"):
         engine.generate(params, [make_request(3)])
+
+
+def test_pages_that_fit_the_free_memory_change_no_token(model, rollout, mixed_requests, monkeypatch):
+    """Fewer pages than the slots could fill: samples are preempted, and their tokens stay the same; another call after
+    a release has as many pages and compiles nothing."""
+    options = rollout(num_slots=4)
+    plain, params = model.engine(options)
+    expected = plain.generate(params, mixed_requests)
+    fitted, _ = model.engine(options, fit_pages=True)
+    pages = plain.num_pages // 3
+    free = int(pages * plain._page_bytes(np.float32) / 0.9) + 8
+    monkeypatch.setattr("jaxrl_llm.decoding.engine.free_bytes", lambda device: free)
+    found = fitted.generate(params, mixed_requests)
+    assert fitted.num_pages == pages < plain.num_pages
+    for request, left, right in zip(mixed_requests, expected, found, strict=True):
+        model.check_same(request, left, right)
+    fitted.release()
+    assert fitted._pools is None
+    fitted.generate(params, mixed_requests)
+    assert fitted.stats.compiles == 0 and fitted.num_pages == pages
+    tight, _ = model.engine(options, fit_pages=True)
+    monkeypatch.setattr("jaxrl_llm.decoding.engine.free_bytes", lambda device: 0)
+    with pytest.raises(UserError, match=r"'dynamic'.*hold 0 pages"):
+        tight.generate(params, mixed_requests)
