@@ -85,9 +85,11 @@ class Supervisor:
 
     def _once(self) -> int:
         with contextlib.ExitStack() as files:
+            first = self.logs / "process_0.log"
+            first.touch()
+            shown = files.enter_context(first.open("rb"))
+            shown.seek(0, os.SEEK_END)  # before anything of this try is written
             children = self._start(files)
-            shown = files.enter_context(children[0].log.open("rb"))
-            shown.seek(0, os.SEEK_END)
             try:
                 return self._watch(children, shown)
             finally:

@@ -40,8 +40,8 @@ def test_the_slurm_script_is_bash():
     ],
 )
 def test_the_slurm_script_knows_the_codes(tmp_path: pathlib.Path, codes: list[int], result: int, asked_again: bool):
-    """With programs of Slurm's names that end as they are told. Caught: a loop that goes on after success, and one that
-    never ends."""
+    """With programs of Slurm's names that end as they are told. Caught: a loop that goes on after
+    success."""
     programs = {
         "srun": f'echo "$@" >> {tmp_path}/calls; set -- {" ".join(map(str, codes))}; '
         f'shift $(($(wc -l < {tmp_path}/calls) - 1)); exit "$1"',
@@ -138,7 +138,7 @@ JOBSET = _object(
 
 
 def test_the_jobset_fits_its_schema_and_the_program():
-    """Caught: a field in the wrong place, and a coordinator that names another job or another number of pods."""
+    """Caught: a missing maxRestarts, and a coordinator that names another pod."""
     manifest = yaml.safe_load((FOLDER / "jobset.yaml").read_text())
     jsonschema.validate(manifest, JOBSET)
     (replicated,) = manifest["spec"]["replicatedJobs"]

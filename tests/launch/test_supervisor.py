@@ -94,14 +94,15 @@ sys.exit(1)
     assert (tmp_path / "starts").read_text() == "x" * 4  # the third got further, so it is the first of two
 
 
-def test_sigterm_reaches_every_process_and_ends_the_run(tmp_path: pathlib.Path, capfd):
-    """Caught: a try that starts after it, and code 0 for a run that is not done."""
-    program = """
+@pytest.mark.parametrize("code", [75, 1])
+def test_sigterm_reaches_every_process_and_ends_the_run(tmp_path: pathlib.Path, code: int, capfd):
+    """Also where a process then fails. Caught: code 0 for a run that is not done."""
+    program = f"""
 def end(*_):
-    (here / f"heard_{me}").touch()
-    sys.exit(75)
+    (here / f"heard_{{me}}").touch()
+    sys.exit({code})
 signal.signal(signal.SIGTERM, end)
-(here / f"ready_{me}").touch()
+(here / f"ready_{{me}}").touch()
 time.sleep(60)
 """
 
@@ -112,7 +113,7 @@ time.sleep(60)
 
     asking = threading.Thread(target=ask)
     asking.start()
-    assert supervised(tmp_path, program).run() == 75
+    assert supervised(tmp_path, program).run() == code
     asking.join()
     assert len(list(tmp_path.glob("heard_*"))) == 2
 
