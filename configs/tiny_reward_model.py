@@ -6,7 +6,7 @@
 The shipped tiny model with a value head learns from `builtin:addition/preferences`; accuracy is the share of held-out
 pairs whose right sum scores higher (0 before: a new head scores all alike). The exported folder is a Hugging Face
 sequence classifier, which `--config.reward_model.path=` of another run takes as a reward.
-Accuracy on the 505 held-out pairs, one run: 0.000 → 0.956 in 200 steps and 36 s.
+Accuracy on the 1,515 held-out pairs, one run: 0.000 → 0.937 in 200 steps and 80 s.
 """
 
 import tiny_grpo

@@ -50,21 +50,35 @@ def _wrong_sum(a: int, b: int) -> int:
     return without if without != a + b else a + b + 10
 
 
+def wrong_carries(a: int, b: int) -> list[int]:
+    """The sums that get a carry wrong, into the tens, the hundreds or both: forgotten, or made up where there is none."""
+    total = a + b
+    ones, tens, hundreds = total % 10, total // 10 % 10, total // 100
+    other_tens = (tens + (-1 if a % 10 + b % 10 >= 10 else 1)) % 10
+    digits = [(tens, 1 - hundreds), (other_tens, hundreds), (other_tens, 1 - hundreds)]
+    return [100 * hundred + 10 * ten + ones for ten, hundred in digits]
+
+
 def addition_rows(split: str) -> list[dict[str, Any]]:
     """Rows of a split: columns prompt and answer, and
 
     - ``train``, ``eval``: no more;
     - ``sft``: completion, four of five wrong;
-    - ``preferences``, ``preferences_eval``: chosen, the right answer, and rejected, a wrong one: carries forgotten, or
-      one made up where there is none;
-    - ``labels``: completion and label, each prompt with its right answer (true) and that wrong one (false).
+    - ``preferences``, ``preferences_eval``: chosen, the right answer, and rejected, one of `wrong_carries`: three rows
+      a prompt;
+    - ``labels``: completion and label, each prompt with its right answer (true) and the one whose carries are forgotten,
+      or one made up where there is none (false).
 
     All but the ``eval`` ones are of the training pairs.
     """
     train, evaluation = _split()
     if split.startswith("preferences"):
         pairs = evaluation if split == "preferences_eval" else train
-        return [{"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(_wrong_sum(a, b))} for a, b in pairs]
+        return [
+            {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
+            for a, b in pairs
+            for wrong in wrong_carries(a, b)
+        ]
     if split == "labels":
         return [
             {"prompt": f"{a}+{b}=", "completion": str(total), "label": total == a + b}

@@ -2,7 +2,7 @@
 
 import re
 
-from jaxrl_llm.data.addition import add_without_carries, addition_rows
+from jaxrl_llm.data.addition import add_without_carries, addition_rows, wrong_carries
 from jaxrl_llm.data.arithmetic import arithmetic_rows
 
 
@@ -35,6 +35,21 @@ def test_supervised_rows_forget_carries_in_four_of_five():
 def test_adding_without_carries():
     examples = {(37, 58): 85, (50, 50): 0, (99, 99): 88, (0, 7): 7, (12, 34): 46}
     assert {pair: add_without_carries(*pair) for pair in examples} == examples
+
+
+def test_preferences_reject_every_sum_with_a_wrong_carry():
+    """Caught: the right sum among the wrong ones; a carry flipped in one place only; evaluation pairs in training."""
+    assert wrong_carries(25, 26) == [151, 41, 141] and wrong_carries(99, 99) == [98, 188, 88]
+    for row in addition_rows("train"):
+        a, b = operands(row)
+        wrong = wrong_carries(a, b)
+        assert len({a + b, *wrong}) == 4
+        assert all(sum_ % 10 == (a + b) % 10 and 0 <= sum_ < 200 for sum_ in wrong)
+        assert add_without_carries(a, b) in (a + b, *wrong)
+    rows = addition_rows("preferences")
+    assert len(rows) == 3 * len(addition_rows("train"))
+    assert all(int(row["chosen"]) == sum(operands(row)) != int(row["rejected"]) for row in rows)
+    assert not {operands(row) for row in rows} & {operands(row) for row in addition_rows("preferences_eval")}
 
 
 def test_arithmetic():
