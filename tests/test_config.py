@@ -702,7 +702,8 @@ def test_a_missing_file_is_named():
 )
 def test_the_configurations_of_this_project_fit_their_models(path: pathlib.Path):
     """Caught: an option that is gone; a response longer than the context; ids outside the vocabulary."""
-    config = resolve(read_config(str(path)), 1)
+    config = resolve(read_config(str(path)))
+    config = with_mesh(config, config.mesh.tensor)  # the fewest devices that it can have
     package = config.model.path.removeprefix("package:")
     if package != config.model.path and importlib.util.find_spec(package) is None:
         pytest.skip(f"the package {package} is not installed")

@@ -51,7 +51,7 @@ def _wrong_sum(a: int, b: int) -> int:
 
 
 def wrong_carries(a: int, b: int) -> list[int]:
-    """The sums that get a carry wrong, into the tens, the hundreds or both: forgotten, or made up where there is none."""
+    """The sums that get a carry wrong, into the tens, the hundreds or both: forgotten, or made up."""
     total = a + b
     ones, tens, hundreds = total % 10, total // 10 % 10, total // 100
     other_tens = (tens + (-1 if a % 10 + b % 10 >= 10 else 1)) % 10
@@ -66,8 +66,8 @@ def addition_rows(split: str) -> list[dict[str, Any]]:
     - ``sft``: completion, four of five wrong;
     - ``preferences``, ``preferences_eval``: chosen, the right answer, and rejected, one of `wrong_carries`: three rows
       a prompt;
-    - ``labels``: completion and label, each prompt with its right answer (true) and the one whose carries are forgotten,
-      or one made up where there is none (false).
+    - ``labels``: completion and label, each prompt with its right answer (true) and the one whose carries are
+      forgotten, or one made up where there is none (false).
 
     All but the ``eval`` ones are of the training pairs.
     """
