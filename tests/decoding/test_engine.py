@@ -389,7 +389,7 @@ def test_requests_that_cannot_be_served(model, rollout, make_request):
             make_request(3, **{name: value})
     with pytest.raises(UserError, match="num_pages is 3"):
         model.engine(rollout(num_pages=3))
-    with pytest.raises(UserError, match=r"mesh\.tensor is 4"):
+    with pytest.raises(UserError, match="Tensor groups of generation have 4 devices"):
         model.engine(rollout(), MeshConfig(data=1, fsdp=1, tensor=4, pipeline=1))
 
 

@@ -15,6 +15,9 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.launch import __main__ as command
 from jaxrl_llm.launch.supervisor import Supervisor
 
+# The launcher imports no jax. Here others have, which warns of the fork; the child becomes another program at once.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
+
 
 def supervised(tmp_path: pathlib.Path, program: str, processes: int = 2, **options) -> Supervisor:
     header = (

@@ -89,7 +89,20 @@ def descendants() -> set[int]:
             continue
         if b"jaxrl_llm.rewards.worker" in command or b"time.sleep(600)" in command:
             found.add(int(entry.name))
-    return found
+    return {process for process in found if not _of_another_worker(process)}
+
+
+def _of_another_worker(process: int) -> bool:
+    """Whether it stands below another process of this test run (pytest-xdist), whose tests run beside these."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return False
+    while process > 1 and process not in (os.getpid(), os.getppid()):
+        try:
+            status = Path(f"/proc/{process}/status").read_text()
+        except OSError:  # it just ended
+            return False
+        process = int(status.partition("PPid:")[2].split()[0])
+    return process == os.getppid()
 
 
 @pytest.fixture(autouse=True)
