@@ -11,21 +11,12 @@ import time
 
 import jax
 import numpy as np
-
 import pytest
 
 from jaxrl_llm.config import resolve
-import pytest
-
 from jaxrl_llm.config_file import read_config
-import pytest
-
 from jaxrl_llm.launch.supervisor import Supervisor
-import pytest
-
 from jaxrl_llm.observability.metrics import read_lines, read_metrics
-import pytest
-
 from jaxrl_llm.trainer import Trainer
 
 # The launcher imports no jax. Here others have, which warns of the fork; the child becomes another program at once.
