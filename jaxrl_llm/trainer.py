@@ -284,6 +284,7 @@ class Trainer:
                             teacher=teacher,
                         )
                         self.roles[name] = self.residence.rest(name, state)
+                        del state, teacher  # what rests in the host's memory is free on the devices from here
                         values = {metric: float(value) for metric, value in jax.device_get(metrics).items()}
                     (found if batch.num_micro_batches else empty).setdefault(name, []).append(values)
         metrics: dict[str, float] = {}
@@ -651,7 +652,9 @@ class StepContext:
 
 def _compute_dtype(name: str, mesh: jax.sharding.Mesh) -> Any:
     if name == "auto":
-        name = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
+        device = mesh.devices.flat[0]
+        before_ampere = str(getattr(device, "compute_capability", "")).split(".")[0] in ("5", "6", "7")
+        name = "float32" if device.platform == "cpu" or before_ampere else "bfloat16"
     return jnp.dtype(name)
 
 

@@ -54,7 +54,6 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
         yield ("warning", _low_precision_warning(config))
     yield from _length_conflicts(config, training)
     yield from mesh_conflicts(config)
-    yield from _offload_conflicts(config)
     yield from _reward_conflicts(config, training)
     if training:
         validate = _algorithm(config.algorithm.name).validate
@@ -231,6 +230,7 @@ def mesh_conflicts(config: RunConfig) -> Iterator[Problem]:
             f"training.sequence_parallel asks for. Set it to {row_tokens + -row_tokens % tensor}.",
         )
     yield from _layout_conflicts(config)
+    yield from _offload_conflicts(config)
 
 
 def _layout_conflicts(config: RunConfig) -> Iterator[Problem]:

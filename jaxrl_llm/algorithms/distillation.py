@@ -33,7 +33,11 @@ class DistillationOptions:
 
 
 def prepare(context: Context, rollouts: Rollouts) -> Sequences:
-    return on_policy.trained_sequences(rollouts, np.ones(len(rollouts), bool))
+    sequences = on_policy.trained_sequences(rollouts, np.ones(len(rollouts), bool))
+    training = context.config.training
+    if training.epochs > 1 or len(rollouts.examples) > training.mini_batch_size:
+        sequences.old_logprobs = context.logprobs("policy", sequences)  # later updates are of another policy
+    return sequences
 
 
 def losses(options: DistillationOptions, outputs: TokenOutputs, rows: Rows) -> Objective:
@@ -42,7 +46,7 @@ def losses(options: DistillationOptions, outputs: TokenOutputs, rows: Rows) -> O
     divergence = jnp.where(mask, outputs.divergence, 0.0)
     total = jnp.sum(rows.weights * divergence)
     count = jnp.sum(mask, dtype=jnp.float32)
-    difference = jnp.where(mask, jnp.abs(outputs.logprobs - rows.sampler_logprobs), 0.0)
+    difference = jnp.where(mask, jnp.abs(rows.old_logprobs - rows.sampler_logprobs), 0.0)
     return Objective(
         total,
         {"loss/total": total, "loss/policy": total},

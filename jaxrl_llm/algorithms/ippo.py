@@ -133,7 +133,16 @@ def _with(name: str, ending: str) -> str:
 
 
 def validate(options: IPPOOptions, config: RunConfig) -> list[tuple[str, str]]:
-    return ppo.validate(options, config)
+    found = ppo.validate(options, config)
+    if options.kl_controller == "adaptive" and options.agents > 1:
+        found.append(
+            (
+                "error",
+                "algorithm.kl_controller = 'adaptive' has one weight, which the first agent's KL would steer for all: "
+                "set it to 'fixed', or algorithm.agents to 1.",
+            )
+        )
+    return found
 
 
 IPPO: Algorithm = dataclasses.replace(
