@@ -25,8 +25,9 @@ PYTHON=${PYTHON:-python}
 TRIES=${TRIES:-3}
 
 for ((try = 1; try <= TRIES; try++)); do
-  # One process less can't go on: the others are ended at once, after a minute with SIGKILL.
-  srun --label --kill-on-bad-exit=1 --wait=60 "$PYTHON" -m jaxrl_llm.main "$@"
+  # One process less can't go on: the others are ended a minute later. Not at once (--kill-on-bad-exit): all leave with
+  # the same code after SIGTERM, some a moment before the others, and that code must not become one of a signal.
+  srun --label --wait=60 "$PYTHON" -m jaxrl_llm.main "$@"
   code=$?
   case $code in
     0 | 2 | 3) exit "$code" ;; # done; bad input; a check failed: another try would end alike

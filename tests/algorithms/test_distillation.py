@@ -137,6 +137,42 @@ def test_the_loss_is_the_mean_divergence_of_what_the_policy_wrote():
         np.testing.assert_allclose(one, mask / 6, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("mini_batch_size", "epochs"), [(3, 1), (1, 1), (3, 2)])
+def test_the_decoder_is_compared_with_the_policy_that_sampled(mini_batch_size: int, epochs: int):
+    """Where a later update meets a policy that has moved, its own log-probs would stop a healthy run.
+
+    Caught: the difference to the policy that is being updated; old log-probs left out for a second epoch.
+    """
+    training = {"mini_batch_size": mini_batch_size, "epochs": epochs}
+    changes = {"teacher": {"path": "builtin:tiny_addition"}, "training": training}
+    context = FakeContext(make_config("distillation", changes))
+    examples = [dataclasses.replace(example, response_ids=None) for example in make_preferences()]
+    responses = [np.arange(1, 2 + n, dtype=np.int32) for n in range(3)]
+    rollouts = Rollouts(
+        examples=examples,
+        group=np.arange(3, dtype=np.int32),
+        responses=responses,
+        sampler_logprobs=[np.zeros(len(ids), np.float32) for ids in responses],
+        texts=[""] * 3,
+        finish_reasons=["stop"] * 3,
+        rewards=np.zeros(3, np.float32),
+    )
+    sequences = DISTILLATION.prepare(context, rollouts)
+    if (mini_batch_size, epochs) == (3, 1):
+        assert sequences.old_logprobs is None and context.asked == []  # the update's own are the sampler's
+        return
+    assert context.asked == ["policy"]
+
+    def outputs_of(divergence):
+        return TokenOutputs(jnp.full_like(divergence, -9.0), jnp.zeros_like(divergence), divergence=divergence)
+
+    values = [np.ones(len(ids), np.float32) for ids in sequences.tokens]
+    _, metrics, _ = over_rows("distillation", context.options, sequences, values, outputs_of)
+    pairs = zip(sequences.old_logprobs, sequences.loss_mask, strict=True)
+    expected = np.abs(np.concatenate([one[mask] for one, mask in pairs])).mean()
+    assert metrics["rollout/logprob_diff_mean"] == pytest.approx(expected, rel=1e-6)  # the sampler's are 0
+
+
 def test_a_teacher_is_needed():
     with pytest.raises(UserError, match=r"teacher\.path is empty"):
         make_config("distillation")

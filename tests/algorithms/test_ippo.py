@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import ippo
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.observability.timing import PhaseTimer
 from jaxrl_llm.trainer import StepContext, Trainer
 from jaxrl_llm.types import Example, Rollouts
@@ -207,3 +209,13 @@ def test_the_decoder_is_compared_with_every_agent():
     assert "logprob_diff_mean_1 is 1" in trainer._problem({**fine, "rollout/logprob_diff_mean_1": 1.0})
     assert "logprob_diff_1_max is 1" in trainer._problem({**fine, "rollout/logprob_diff_1_max": 1.0})
     trainer.close()
+
+
+def test_an_adaptive_penalty_of_several_agents_is_refused():
+    """Its one weight would follow the first agent's KL. Caught: the check taken out."""
+    config = configs.default_config("ippo").to_dict()
+    config["model"]["path"] = "builtin:tiny_addition"
+    config["rewards"] = {"exact": {"function": "exact_match"}}
+    config["algorithm"].update(kl_controller="adaptive", kl_in="reward", kl_coef=0.1, kl_horizon=10_000)
+    with pytest.raises(UserError, match="which the first agent's KL would steer for all"):
+        configs.resolve(config)
