@@ -36,6 +36,7 @@ from jaxrl_llm.data.examples import fingerprint, load_examples
 from jaxrl_llm.data.prompts import encode_all, require_eos
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.engine import OnText
+from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
 from jaxrl_llm.models.classifier import export_classifier
 from jaxrl_llm.models.export import export_model
@@ -50,7 +51,7 @@ from jaxrl_llm.residence import Residence, to_device
 from jaxrl_llm.rewards.pool import RewardRunner
 from jaxrl_llm.roles import RoleBuilder, mean_or_max, pack_lengths
 from jaxrl_llm.rollout import EVALUATION_STREAM, Rollout
-from jaxrl_llm.sharding import batch_shards, make_mesh
+from jaxrl_llm.sharding import batch_shards
 from jaxrl_llm.types import Completion, Example, Params, Rollouts
 from jaxrl_llm.update import RoleState
 from jaxrl_llm.workdir import CONFIG_FILE, Workdir
@@ -81,8 +82,10 @@ class Trainer:
         read_only: bool = False,
         devices: Sequence[Any] | None = None,
     ):
-        self.mesh = make_mesh(config.mesh, devices)
-        self.config = config = configs.with_mesh(config, self.mesh.size)
+        devices = jax.devices() if devices is None else list(devices)
+        self.config = config = configs.with_mesh(config, len(devices))
+        self.groups = DeviceGroups.of(config, devices)
+        self.mesh = self.groups.policy
         self.read_only = read_only
         with processes.agreement():
             self._read_inputs(workdir, rewards, tokenizer)
@@ -120,7 +123,7 @@ class Trainer:
             batch_shards(self.mesh),
             self.models[self.main].forward.schedule,
         )
-        self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, self._scorer)
+        self.rollout = Rollout(config, self.decoder, self.groups, self.dtype, self.tokenizer, self._scorer)
         if config.reward_model.path and not read_only:
             _ = self.rollout.reward_model  # one that can't be read is an error now, not after a rollout
         self.log = RunLog(None if self.workdir is None else self.workdir.path)

@@ -19,6 +19,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import nearest
+from jaxrl_llm.placement_rules import placement_conflicts
 
 Problem = tuple[str, str]
 """(``error`` | ``warning``, message)"""
@@ -54,6 +55,7 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
         yield ("warning", _low_precision_warning(config))
     yield from _length_conflicts(config, training)
     yield from mesh_conflicts(config)
+    yield from placement_conflicts(config)
     yield from _reward_conflicts(config, training)
     if training:
         validate = _algorithm(config.algorithm.name).validate
@@ -324,8 +326,11 @@ def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
 _REWARD_EXAMPLE = "set for example config.rewards = {'math': {'function': 'math'}} (RLTrainer: reward='math')."
 
 
-def fit_mesh(mesh: MeshConfig, device_count: int) -> MeshConfig:
+def fit_mesh(mesh: MeshConfig, device_count: int, of: str = "") -> MeshConfig:
     """``mesh`` with its -1 replaced, so that the product of the sizes is ``device_count``.
+
+    Args:
+      of: what the message says after the number of devices.
 
     Raises:
       UserError: a size is 0, two are -1, or the product is another number.
@@ -343,10 +348,12 @@ def fit_mesh(mesh: MeshConfig, device_count: int) -> MeshConfig:
     if not free and fixed == device_count:
         return mesh
     relation = f"{fixed} does not divide {device_count}" if free else f"the product is {fixed}, not {device_count}"
-    raise UserError(f"{text}: there are {device_count} devices, and {relation}. {_factorisations(mesh, device_count)}")
+    raise UserError(
+        f"{text}: there are {device_count} devices{of}, and {relation}. {_factorisations(mesh, device_count)}"
+    )
 
 
-def generation_factors(mesh: MeshConfig, tensor: int) -> dict[str, int]:
+def generation_factors(mesh: MeshConfig, tensor: int, group: str = "mesh") -> dict[str, int]:
     """How generation with ``rollout.tensor`` divides a mesh: each axis into an outer and an inner part.
 
     A smaller tensor size leaves the inner part of ``tensor`` to replicas. A larger one takes the inner parts of
@@ -354,6 +361,7 @@ def generation_factors(mesh: MeshConfig, tensor: int) -> dict[str, int]:
 
     Args:
       mesh: without a -1.
+      group: of the options that give the sizes, for the message.
 
     Returns:
       The size of the inner part by axis.
@@ -366,9 +374,9 @@ def generation_factors(mesh: MeshConfig, tensor: int) -> dict[str, int]:
         count = math.prod(dataclasses.astuple(mesh))
         allowed = [size for size in range(1, count + 1) if _inner_sizes(mesh, size) is not None]
         raise UserError(
-            f"rollout.tensor = {tensor} can't be made of mesh.tensor = {mesh.tensor} and the other axes (fsdp "
-            f"{mesh.fsdp}, pipeline {mesh.pipeline}, data {mesh.data}): it divides mesh.tensor, or is mesh.tensor "
-            f"times divisors of them. Allowed: {', '.join(map(str, allowed))}, or 0 for mesh.tensor."
+            f"rollout.tensor = {tensor} can't be made of {group}.tensor = {mesh.tensor} and the other axes (fsdp "
+            f"{mesh.fsdp}, pipeline {mesh.pipeline}, data {mesh.data}): it divides {group}.tensor, or is "
+            f"{group}.tensor times divisors of them. Allowed: {', '.join(map(str, allowed))}, or 0 for {group}.tensor."
         )
     return factors
 
