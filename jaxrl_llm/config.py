@@ -646,7 +646,7 @@ def with_mesh(config: RunConfig, device_count: int) -> RunConfig:
     from jaxrl_llm import placement_rules, validation
 
     fitted = dataclasses.replace(config, mesh=placement_rules.fit_policy(config, device_count))
-    placement_rules.check_generation(fitted)
+    placement_rules.check_blocks(fitted)
     if fitted.mesh != config.mesh:
         validation.refuse_or_warn(validation.mesh_conflicts(fitted))
     return fitted

@@ -46,12 +46,51 @@ def fit_policy(config: RunConfig, device_count: int) -> MeshConfig:
     return fit_mesh(config.mesh, device_count - taken, f" left of {device_count} ({text})")
 
 
-def check_generation(config: RunConfig) -> None:
-    """Raises a UserError where ``rollout.tensor`` can't be made of the axes of the block that generates."""
+def policy_copies(config: RunConfig) -> list[str]:
+    """The roles on other blocks than the policy's that start as it does: of each block one."""
+    with_path = {"critic": config.critic.path, "reference": config.reference.path}
+    owners = {config.placement.owner(role): role for role, path in with_path.items() if not path}
+    return [role for owner, role in owners.items() if owner != "policy"]
+
+
+def policy_shaped(config: RunConfig) -> list[tuple[str, MeshConfig]]:
+    """The blocks that hold a model of the policy's shape in the training layout, as `block_of` gives them."""
+    return [block_of(config, role) for role in ("policy", *policy_copies(config))]
+
+
+def generation_tensor(config: RunConfig) -> tuple[str, int]:
+    """The option that sets the tensor size of generation alone, and its value; 0: as in the policy's training."""
+    group, block = block_of(config, "generation")
+    if group == "mesh" or config.rollout.tensor:
+        return "rollout.tensor", config.rollout.tensor
+    return f"{group}.tensor", block.tensor
+
+
+def check_blocks(config: RunConfig) -> None:
+    """What blocks of known sizes must fit.
+
+    Raises:
+      UserError: ``rollout.tensor`` can't be made of the axes of the block that generates, or a teacher can't split the
+        rows that the policy's update has.
+    """
     from jaxrl_llm.validation import generation_factors
 
     group, block = block_of(config, "generation")
     generation_factors(block, config.rollout.tensor, group)
+    group, block = block_of(config, "teacher")
+    rows, wanted = _row_shards(config, config.mesh), _row_shards(config, block)
+    if rows % wanted:
+        raise UserError(
+            f"{group}: the teacher reads the rows of the policy's update, whose number is a multiple of {rows}, and "
+            f"its block splits them into {wanted}. Give it a data times fsdp times pipeline that divides {rows}; "
+            "tensor can take the other devices."
+        )
+
+
+def _row_shards(config: RunConfig, mesh: MeshConfig) -> int:
+    """Over how many devices a micro-batch is split, times those that go through the stages of a pipeline together."""
+    together = config.training.pipeline_micro_batches or 4 * mesh.pipeline
+    return mesh.data * mesh.fsdp * (mesh.pipeline if mesh.pipeline == 1 else together)
 
 
 def placement_conflicts(config: RunConfig) -> Iterator[Problem]:
@@ -86,8 +125,6 @@ def placement_conflicts(config: RunConfig) -> Iterator[Problem]:
             "and placement.generation samples them on other devices. Set it to True, or leave placement.generation "
             "out.",
         )
-    if unbuilt := {"critic", "reference", "teacher"} & set(placed):
-        yield ("error", f"placement.{min(unbuilt)} is not there yet: leave it out.")
     for role in placement.blocks():
         yield from _training_conflicts(config, role)
 

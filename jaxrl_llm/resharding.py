@@ -73,8 +73,8 @@ class BucketMover:
         target = self.layout.sharding(self.place.mesh, axis)
         if lies_apart(array, target):
             whole = NamedSharding(target.mesh, PartitionSpec(None, *target.spec))
-            array, source = cross(array, whole), array.sharding
-            self.moved_bytes += received_bytes(array.shape, array.dtype.itemsize, source, whole)
+            self.moved_bytes += received_bytes(array.shape, array.dtype.itemsize, array.sharding, whole)
+            (array,) = cross([array], [whole])
             slots = [Slot(layer, target, fresh=True) for layer in split_program((), target, len(array))(array)]
             for slot in slots:
                 self._wait_for(slot)
@@ -100,10 +100,13 @@ class BucketMover:
 
     def flush(self) -> None:
         """Moves what has been added, and waits until it is there."""
+        apart = [slot for slot in self.pending if lies_apart(slot.array, slot.target)]
+        arrived = cross([slot.array for slot in apart], [slot.target for slot in apart])
+        for slot, array in zip(apart, arrived, strict=True):
+            source = slot.array
+            self.moved_bytes += received_bytes(source.shape, source.dtype.itemsize, source.sharding, slot.target)
+            slot.array, slot.fresh = array, True
         for slot in self.pending:
-            if lies_apart(slot.array, slot.target):
-                source, slot.array, slot.fresh = slot.array, cross(slot.array, slot.target), True
-                self.moved_bytes += received_bytes(source.shape, source.dtype.itemsize, source.sharding, slot.target)
             if slot.array.sharding == slot.target:
                 continue
             source, in_view = slot.array, NamedSharding(self.place.view, self.place.in_view(slot.target.spec))
