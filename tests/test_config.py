@@ -578,6 +578,14 @@ def test_weights_of_8_bits_are_bounded_only_on_request_and_warned_of(caplog: pyt
     assert "rollout.weight_dtype" in refusal(make(rollout__weight_dtype="int4"))
 
 
+def test_a_sampler_of_8_bits_is_compared_with_the_policy():
+    """The metrics of the rollout correction, and not its weights. Caught: told for exact weights too; weights as
+    well."""
+    options = resolve(make(rollout__weight_dtype="int8")).algorithm.options
+    assert options.rollout_metrics and options.rollout_is == "none"
+    assert not resolve(make()).algorithm.options.rollout_metrics
+
+
 # --- files and the command line -----------------------------------------------------------------------------------
 
 FILE = """

@@ -234,7 +234,8 @@ def test_grpo_learns_from_completions_of_8_bit_weights(tmp_path):
     without learning vary by less than 0.1), the difference of the two policies is reported and is no float rounding
     (3e-7 with the exact weights), and the layers of the sampler take about a quarter.
 
-    Caught: the option not passed on to the hybrid engine; the bounds of exact weights (1e-4, 1e-2) kept.
+    Caught: the option not passed on to the hybrid engine; the bounds of exact weights (1e-4, 1e-2) kept; no metrics of
+    the rollout correction.
     """
     config = configs.default_config("grpo").to_dict()
     config["model"]["path"] = "builtin:tiny_addition"
@@ -252,6 +253,7 @@ def test_grpo_learns_from_completions_of_8_bit_weights(tmp_path):
     for step in range(1, 15):
         assert 1e-4 < metrics[step]["rollout/logprob_diff_mean"] < 0.1
         assert metrics[step]["rollout/logprob_diff_mean"] < metrics[step]["rollout/logprob_diff_max"]
+        assert abs(metrics[step]["rollout_corr/kl"]) <= metrics[step]["rollout/logprob_diff_mean"]
     blocks = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.roles["policy"].params["blocks"]))
     assert blocks / 4 < metrics[1]["layout/copied_bytes"] < blocks / 3.5  # scales and norms are float32
 

@@ -63,7 +63,11 @@ class Options:
     rollout_token_veto_threshold: float = option(
         0.0, "leave a sequence out that has a token of a smaller ratio (1e-4 is usual); 0 = off", low=0.0, below=1.0
     )
-    rollout_metrics: bool = option(False, "tell how far the sampler is from the policy also without a correction")
+    rollout_metrics: bool = option(
+        False,
+        "tell how far the sampler is from the policy (rollout_corr/…) also without a correction; always on where "
+        "rollout.weight_dtype is 8 bits",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
