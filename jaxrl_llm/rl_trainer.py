@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import find_algorithm
+from jaxrl_llm.conversation import Chat
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.loading import load_config
 from jaxrl_llm.options import set_by_path
@@ -108,6 +109,10 @@ class RLTrainer:
     def generate(self, prompts: Sequence[Any]) -> list[list[str]]:
         """`rollout.samples_per_prompt` completions of each prompt under the current parameters."""
         return self.trainer.generate(prompts)
+
+    def chat(self) -> Chat:
+        """A conversation with the current policy; after a `step` it goes on with the new one."""
+        return Chat(self.trainer)
 
     def save(self) -> None:
         """Saves a checkpoint into `workdir`; the same `RLTrainer` call continues from it."""

@@ -229,6 +229,7 @@ class Trainer:
         Raises:
           RunStopped: see `_check`.
         """
+        self.rollout.forget()  # what a conversation kept may share buffers with parameters that an update donates
         timer = PhaseTimer()
         context = StepContext(self, timer)
         with step_profile(self.step_index + 1, self._profile_folder(self.step_index + 1)):
