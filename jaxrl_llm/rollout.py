@@ -208,7 +208,7 @@ class Rollout:
                 np.mean([completion.finish_reason == "length" for completion in completions])
             ),
             "perf/generation_tokens_per_s": float(lengths.sum()) / seconds,
-            "perf/host_fraction": self.engine.stats.host_s / max(self.engine.stats.seconds, 1e-9),
+            "perf/host_fraction": self.engine.stats.host_fraction,
         }
         change = self.hybrid_engine.last
         if change is not None:
