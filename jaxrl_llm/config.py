@@ -262,7 +262,12 @@ class CriticConfig:
 
     path: str = option("", "Like model.path, also of a sequence classifier with one label; empty: the policy's start.")
     optimizer: CriticOptimizerConfig = option(CriticOptimizerConfig, "")
-    warmup_steps: int = option(0, "First steps in which the critic alone is updated.", low=0, unit="steps")
+    warmup_steps: int = option(
+        0,
+        "First steps in which the critic alone is updated; the policy's schedule begins after them.",
+        low=0,
+        unit="steps",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,7 +82,7 @@ class RoleBuilder:
 
     Args:
       dtype: of compute.
-      total_updates: of the policy's optimizer over the run, for its schedule.
+      total_steps: of the run, for the schedules.
       read_only: only what writes answers is made, without an optimizer.
       sources: by role, the step of the checkpoint of another run that it was read from before; a role that is not in
         it takes the newest one.
@@ -97,7 +97,7 @@ class RoleBuilder:
         algorithm: Algorithm,
         mesh: Mesh,
         dtype: Any,
-        total_updates: int,
+        total_steps: int,
         *,
         read_only: bool = False,
         sources: Mapping[str, int] | None = None,
@@ -105,7 +105,7 @@ class RoleBuilder:
         self.sources = dict(sources or {})
         self.config, self.algorithm, self.mesh, self.dtype = config, algorithm, mesh, dtype
         self.options = config.algorithm.options
-        self.total_updates, self.read_only = total_updates, read_only
+        self.total_steps, self.read_only = total_steps, read_only
         self.multiple = math.lcm(VOCABULARY_MULTIPLE, mesh.shape["tensor"], config.rollout.tensor or 1)
         model, training = config.model, config.training
         stages = mesh.shape["pipeline"]
@@ -171,7 +171,8 @@ class RoleBuilder:
             return Model(role, forward, None, saved=own or role.trained, _mesh=self.mesh), RoleState(params, base=base)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
         settings = self.config.critic.optimizer if role.section == "critic" else self.config.optimizer
-        transformation = optimizers.make_optimizer(settings, self.total_updates)
+        steps = max(self.total_steps - self.algorithm.rests(self.options, self.config, role), 0)
+        transformation = optimizers.make_optimizer(settings, steps * updates_per_step(self.config))
         state, state_shardings = self._first_state(params, transformation, shardings)
         program = update.make_update(
             forward,
@@ -299,6 +300,11 @@ class RoleBuilder:
                 f"{self.decoder.config.vocab_size}: it must read the policy's tokens. Give a model of its family."
             )
         return decoder, params
+
+
+def updates_per_step(config: RunConfig) -> int:
+    """Updates of a trained role in a step, of a full batch."""
+    return -(-config.train_batch_size // config.training.mini_batch_size) * config.training.epochs
 
 
 def pack_lengths(config: RunConfig, algorithm: Algorithm) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import pathlib
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,8 +31,9 @@ from jaxrl_llm.algorithms import find_algorithm
 from jaxrl_llm.algorithms.interface import Sequences, by_role
 from jaxrl_llm.checkpoint import Checkpoints
 from jaxrl_llm.config import RunConfig
+from jaxrl_llm.data.columns import WANTED
 from jaxrl_llm.data.dataset import PromptData
-from jaxrl_llm.data.examples import fingerprint, load_examples
+from jaxrl_llm.data.examples import encode_rows, fingerprint, load_examples
 from jaxrl_llm.data.prompts import encode_all, require_eos
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.engine import OnText
@@ -94,14 +95,13 @@ class Trainer:
         self.checkpoints = None
         if workdir is not None and (not read_only or pathlib.Path(workdir, "checkpoints").is_dir()):
             self.checkpoints = Checkpoints(pathlib.Path(workdir), config.checkpoint, read_only=read_only)
-        updates = _updates_per_step(config) * self.total_steps
         before = self.checkpoints.read_host() if self.checkpoints is not None and not read_only else {}
         builder = RoleBuilder(
             config,
             self.algorithm,
             self.mesh,
             self.dtype,
-            updates,
+            self.total_steps,
             read_only=read_only,
             sources=before.get("sources"),
         )
@@ -424,6 +424,31 @@ class Trainer:
             for row, (text, ids) in enumerate(zip(texts, encoded, strict=True))
         ]
 
+    def examples_of_rows(self, rows: Sequence[Any]) -> list[Example]:
+        """Rows of an algorithm that learns from completions (`Algorithm.data`), encoded like those of a file.
+
+        Args:
+          rows: dicts with the columns that a file would have.
+
+        Raises:
+          UserError: there is no row, one is no dict, lacks a column, or is too long.
+        """
+        name, wanted = self.algorithm.name, WANTED[self.algorithm.data]
+        if isinstance(rows, str | Mapping) or len(rows) == 0:
+            raise UserError(f"The examples are {rows!r:.80}; give a list of rows, dicts with {wanted}.")
+        for index, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise UserError(f"Example {index} is {row!r:.80}; {name} learns from rows, dicts with {wanted}.")
+        examples = encode_rows(
+            self.config.data,
+            self.tokenizer,
+            [dict(row) for row in rows],
+            max_response_tokens=None if self.algorithm.generates else self.config.rollout.max_new_tokens,
+            kind=self.algorithm.data,
+        )
+        epoch = self.step_index
+        return [dataclasses.replace(one, uid=f"{one.row}@{epoch}", epoch=epoch) for one in examples]
+
     def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:
         """Writes the policy as a Hugging Face folder, a reward model as a classifier: `models.export.export_model`,
         `models.classifier.export_classifier`."""
@@ -657,10 +682,6 @@ def _compute_dtype(name: str, mesh: jax.sharding.Mesh) -> Any:
         before_ampere = str(getattr(device, "compute_capability", "")).split(".")[0] in ("5", "6", "7")
         name = "float32" if device.platform == "cpu" or before_ampere else "bfloat16"
     return jnp.dtype(name)
-
-
-def _updates_per_step(config: RunConfig) -> int:
-    return -(-config.train_batch_size // config.training.mini_batch_size) * config.training.epochs
 
 
 def _due(every: int, step: int) -> bool:

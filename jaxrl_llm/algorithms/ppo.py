@@ -95,15 +95,25 @@ def advantages(
 
 
 def prepare(context: Context, rollouts: Rollouts) -> Mapping[str, Sequences]:
-    sequences, _ = on_policy.prepare(context, rollouts, advantages)
+    sequences, _ = on_policy.prepare(context, rollouts, advantages, learns=not warming_up(context))
     return trained(context, sequences, policy="policy", critic="critic")
+
+
+def rests(options: PPOOptions, config: RunConfig, role: Role) -> int:
+    """A policy beside a critic, while that learns alone."""
+    return 0 if options.shared_trunk or role.section == "critic" else config.critic.warmup_steps
+
+
+def warming_up(context: Context) -> bool:
+    """Whether this is one of the first steps, in which the critic alone learns."""
+    return context.step < context.config.critic.warmup_steps
 
 
 def trained(context: Context, sequences: Sequences, *, policy: str, critic: str) -> dict[str, Sequences]:
     """Who learns from the sequences in this step: the critic alone in its first ones."""
     if context.options.shared_trunk:
         return {policy: sequences}
-    if context.step < context.config.critic.warmup_steps:
+    if warming_up(context):
         return {critic: sequences}
     return {policy: sequences, critic: sequences}
 
@@ -198,6 +208,7 @@ PPO: Algorithm = on_policy.algorithm(
     prepare=prepare,
     losses={"policy": policy_losses, "critic": critic_losses},
     after_step=after_step,
+    rests=rests,
     validate=validate,
     extras=lambda options: ("values", "returns"),
 )

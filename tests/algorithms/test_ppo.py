@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import packing, update
+from jaxrl_llm import optimizer, packing, update
 from jaxrl_llm.algorithms import ppo
 from jaxrl_llm.algorithms.interface import Sequences
 from jaxrl_llm.errors import UserError
@@ -138,9 +138,18 @@ def test_only_a_response_that_was_cut_goes_on(trainer):
         np.testing.assert_allclose(sequences.advantages[n][-len(ids) :], goal - state)
 
 
-def test_the_critic_learns_alone_in_its_first_steps():
-    """Bit for bit. Against: a policy that is updated too."""
-    warm = make_trainer(**{"critic.warmup_steps": 1})
+def test_the_critic_learns_alone_in_its_first_steps(monkeypatch):
+    """Bit for bit; each role's schedule is as long as its own updates. Against: a policy that is updated too. Caught: a
+    policy's schedule of the whole run, whose decay its updates never end."""
+    lengths, make = {}, optimizer.make_optimizer
+
+    def recorded(settings, updates):
+        lengths[type(settings)] = updates
+        return make(settings, updates)
+
+    monkeypatch.setattr(optimizer, "make_optimizer", recorded)
+    warm = make_trainer(**{"critic.warmup_steps": 1, "training.epochs": 2, "num_steps": 2})
+    assert lengths == {configs.OptimizerConfig: 2, configs.CriticOptimizerConfig: 4}
     policy, critic = params_of(warm, "policy"), params_of(warm, "critic")
     metrics, _ = warm.step(next(warm.data))
     assert same(params_of(warm, "policy"), policy) and not same(params_of(warm, "critic"), critic)
@@ -149,7 +158,9 @@ def test_the_critic_learns_alone_in_its_first_steps():
     metrics, _ = warm.step(next(warm.data))
     warm.close()
     assert not same(params_of(warm, "policy"), policy)
-    assert "loss/value" in metrics and metrics["policy/ratio_mean"] == pytest.approx(1.0)
+    assert "loss/value" in metrics and metrics["policy/ratio_mean"] != 1.0
+    counts = {name: int(warm.roles[name].opt_state[0].count) for name in warm.roles}
+    assert counts == {"policy": lengths[configs.OptimizerConfig], "critic": lengths[configs.CriticOptimizerConfig]}
 
 
 def test_the_critic_comes_to_explain_the_returns(trainer):
