@@ -463,7 +463,7 @@ def test_the_mesh_must_divide_the_sizes_that_it_splits(mesh: dict, sizes: dict, 
     ],
 )
 def test_stages_must_divide_the_layers(stages: int, repeats: int, layers: int, words: list[str]):
-    """Against: the pieces of an interleaved schedule not counted."""
+    """Caught: the pieces of an interleaved schedule not counted."""
     config = resolve(make(mesh__pipeline=stages, mesh__fsdp=1, training__pipeline_repeats=repeats), stages)
     if not words:
         configs.check_against_model(config, model(num_layers=layers), Tokenizer())

@@ -82,7 +82,7 @@ def test_a_value_is_that_of_the_state_its_token_was_chosen_in(trainer):
     """Prompts shared in packed rows, against one forward pass of each sequence alone; in the values that the
     advantages read as in those that the critic's loss reads.
 
-    Against: the value of the token's own column; the value of the column before, which at a completion that shares its
+    Caught: the value of the token's own column; the value of the column before, which at a completion that shares its
     prompt is another completion's last; the value after the token in the loss.
     """
     rollouts = fixed_rollouts(trainer)
@@ -139,8 +139,8 @@ def test_only_a_response_that_was_cut_goes_on(trainer):
 
 
 def test_the_critic_learns_alone_in_its_first_steps(monkeypatch):
-    """Bit for bit; each role's schedule is as long as its own updates. Against: a policy that is updated too. Caught: a
-    policy's schedule of the whole run, whose decay its updates never end."""
+    """Bit for bit; each role's schedule is as long as its own updates. Caught: a policy that is updated too; a
+    policy's schedule of the whole run, whose decay its updates never end; a critic's that is shorter."""
     lengths, make = {}, optimizer.make_optimizer
 
     def recorded(settings, updates):
@@ -166,7 +166,7 @@ def test_the_critic_learns_alone_in_its_first_steps(monkeypatch):
 def test_the_critic_comes_to_explain_the_returns(trainer):
     """On fixed rollouts whose return is told by the prompt. A head that starts at 0 explains nothing.
 
-    Against: a loss of the wrong sign; values that are trained for another state than they are read at (0.2).
+    Caught: a loss of the wrong sign.
     """
     rollouts = fixed_rollouts(trainer)
     state = trainer.roles["critic"]
@@ -250,6 +250,6 @@ def test_options_that_cannot_work_are_refused(changes, message):
 
 
 def test_sequences_are_shared_by_policy_and_critic(trainer):
-    """Against: a batch packed and sent twice, for each role."""
+    """Caught: a batch packed and sent twice, for each role."""
     prepared = ppo.prepare(StepContext(trainer, PhaseTimer()), fixed_rollouts(trainer))
     assert isinstance(prepared["policy"], Sequences) and prepared["policy"] is prepared["critic"]
