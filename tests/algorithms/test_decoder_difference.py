@@ -49,8 +49,8 @@ def test_a_decoder_that_disagrees_stops_the_run(name, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"kl_coef": 0.1, "kl_in": "reward", "mask_truncated": True}])
 def test_the_difference_is_that_of_the_trained_tokens(options):
-    """In a step of warm-up, on fixed numbers. Caught: tokens of prompts; those of samples that are left out as truncated,
-    whose log-probs a KL in the reward needs; a second forward pass where that has made one."""
+    """In a step of warm-up, on fixed numbers. Caught: tokens of prompts; those of samples that are left out as
+    truncated, whose log-probs a KL in the reward needs; a second forward pass where that has made one."""
     context = FakeContext(host_config("ppo", critic={"warmup_steps": 1}, **options), memory={"kl_coef": 0.1})
     prepared = ppo.prepare(context, make_rollouts())
     assert list(prepared) == ["critic"] and context.asked.count("policy") == 1
