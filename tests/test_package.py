@@ -9,6 +9,8 @@ import subprocess
 import sys
 import zipfile
 
+import pytest
+
 import jaxrl_llm
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -105,3 +107,24 @@ def test_available_backends_are_measured(monkeypatch):
     assert found["attention"]["wrong"].startswith("differs from the reference")
     assert found["attention"]["unable"] == "ValueError: needs a GPU"
     assert found["host_offload"] == {"pinned_host": True, "unpinned_host": True}
+
+
+@pytest.mark.parametrize(("error", "told"), [(0.0, True), (0.1, "differs from the reference by")])
+def test_the_hopper_kernel_is_tried_in_the_dtype_that_it_takes(monkeypatch, error, told):
+    """As on an H200, with the reference in the kernel's place behind its own checks. Caught: float32, which it refuses;
+    one that is wrong by more than bfloat16's rounding reported as available."""
+    from jaxrl_kernels.device import Device
+    from jaxrl_kernels.paged_attention import api, pallas_mosaic, reference
+
+    dtypes = []
+
+    def kernel(q, *arrays, num_cores, **options):
+        dtypes.append(q.dtype.name)
+        assert pallas_mosaic.why_not_shape(q.dtype, q.shape[-1], arrays[0].shape[1]) is None
+        return reference.paged_attention(q, *arrays, **options) + error
+
+    monkeypatch.setattr(api, "target_device", lambda: Device("gpu", "NVIDIA H200", (9, 0), 132))
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", {"reference": reference.paged_attention, "pallas_mosaic": kernel})
+    found = jaxrl_llm.get_available_backends()["attention"]["pallas_mosaic"]
+    assert dtypes == ["bfloat16"], found
+    assert found is True if told is True else found.startswith(told)

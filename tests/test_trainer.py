@@ -1,5 +1,6 @@
 """The whole path on the shipped tiny model: resume equals no interruption, same seed same run, bad input."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -14,7 +15,7 @@ import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
-from jaxrl_llm.trainer import Trainer
+from jaxrl_llm.trainer import Trainer, _compute_dtype
 from jaxrl_llm.workdir import Workdir
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(3, 10) for b in range(5, 6)]  # 7 rows
@@ -100,6 +101,37 @@ def test_same_seed_same_run_and_another_seed_another(rows_file, tmp_path):
     other, _ = run(make_config(rows_file, seed=1, **in_order), tmp_path / "c")
     same = jax.tree.map(lambda a, b: np.array_equal(a, b), first.roles["policy"].params, other.roles["policy"].params)
     assert not jax.tree.all(same)
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [
+        ("cpu", None, "float32"),
+        ("gpu", "6.1", "float32"),  # Pascal
+        ("gpu", "7.5", "float32"),  # Turing
+        ("gpu", "8.0", "bfloat16"),  # Ampere, the first whose matrix instructions take it
+        ("gpu", "9.0", "bfloat16"),
+        ("gpu", "12.0", "bfloat16"),
+        ("gpu", "gfx942", "bfloat16"),  # AMD
+        ("tpu", None, "bfloat16"),
+    ],
+)
+def test_auto_computes_in_bfloat16_where_the_device_can(platform, capability, expected):
+    """A named dtype is taken as it is. Caught: bfloat16 before Ampere; an option that `auto`'s rule overrides."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Device:
+        platform: str
+        id: int = 0
+        process_index: int = 0
+
+    device = Device(platform)
+    if capability is not None:  # not every device tells one
+        object.__setattr__(device, "compute_capability", capability)
+    mesh = jax.sharding.Mesh(np.array([device], object), ("data",))
+    assert _compute_dtype("auto", mesh) == np.dtype(expected)
+    other = {"float32": "bfloat16", "bfloat16": "float32"}[expected]
+    assert _compute_dtype(other, mesh) == np.dtype(other)
 
 
 def test_a_checkpoint_continues_on_another_mesh(rows_file, tmp_path):

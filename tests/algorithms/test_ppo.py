@@ -119,9 +119,11 @@ def test_a_value_is_that_of_the_state_its_token_was_chosen_in(trainer):
         np.testing.assert_allclose(before[n][start:], after[start - 1 : -1], atol=1e-4)
 
 
-def test_only_a_response_that_was_cut_goes_on(trainer):
-    """Caught: a bootstrap of 0 for one that was cut; a value for one that ended; the value of the wrong state."""
-    config = host_config("ppo", whiten_advantages=False)
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_only_a_response_that_was_cut_goes_on(trainer, goes_on):
+    """Caught: a bootstrap of 0 for one that was cut; a value for one that ended; the value of the wrong state; the
+    option that takes it for finished not read."""
+    config = host_config("ppo", whiten_advantages=False, bootstrap_truncated=goes_on)
 
     class Known(FakeContext):
         def values(self, role, sequences):  # of the state before token t: t
@@ -133,7 +135,7 @@ def test_only_a_response_that_was_cut_goes_on(trainer):
     for n, ids in enumerate(rollouts.responses):
         length = len(sequences.tokens[n])
         state = np.arange(length - len(ids), length)
-        goal = rollouts.rewards[n] + (length if n == 0 else 0)
+        goal = rollouts.rewards[n] + (length if n == 0 and goes_on else 0)
         np.testing.assert_allclose(sequences.extras["returns"][n][-len(ids) :], goal)
         np.testing.assert_allclose(sequences.advantages[n][-len(ids) :], goal - state)
 
