@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -31,16 +32,44 @@ class Restored:
     host: dict[str, Any]
 
 
+FOLDER = "checkpoints"
+
+
+def holds_checkpoints(workdir: pathlib.Path | str) -> bool:
+    """Whether a run has saved something in ``workdir``; the same answer on all processes.
+
+    Raises:
+      UserError: some processes see its checkpoints and others don't.
+    """
+    folder = pathlib.Path(workdir, FOLDER).absolute()
+    found = processes.exchange(folder.is_dir)
+    if any(found) and not all(found):
+        blind = ", ".join(str(process) for process, seen in enumerate(found) if not seen)
+        raise UserError(
+            f"{folder}: of {len(found)} processes, {blind} can't see these checkpoints. Each reads its part of them: "
+            "choose a folder on a file system that all share."
+        )
+    return all(found)
+
+
 class Checkpoints:
     """The checkpoints of one run. Keeps the last `keep` and, on top of them, the one with the best metric.
 
+    Which ones there are, process 0 says: another one may have looked a moment earlier or later.
+
     Args:
       read_only: creates, deletes and cleans nothing.
+
+    Raises:
+      UserError: their folder can't be made or written to.
     """
 
     def __init__(self, workdir: pathlib.Path, config: CheckpointConfig, *, read_only: bool = False):
         self.config = config
-        self.directory = (workdir / "checkpoints").absolute()
+        self.directory = (workdir / FOLDER).absolute()
+        if not read_only:
+            with processes.agreement():  # orbax would fail on process 0 alone, and late or with a traceback
+                self._make_folder()
         policies: list[preservation.PreservationPolicy] = [preservation.LatestN(config.keep)]
         if config.best_metric:
             policies.append(
@@ -61,6 +90,21 @@ class Checkpoints:
             item_names=("state", "host"),
         )
 
+    def _make_folder(self) -> None:
+        try:
+            if processes.is_first():
+                self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{self.directory}: this folder for the run's checkpoints can't be made ({error.strerror}). Move away "
+                "what is in its place, look at the rights to the work folder, or choose another --workdir."
+            ) from error
+        if self.directory.exists() and not os.access(self.directory, os.W_OK | os.X_OK):
+            raise UserError(
+                f"{self.directory}: checkpoints can't be written here, for want of rights to this folder. Set them, or "
+                "choose another --workdir."
+            )
+
     def save(self, step: int, state: Any, host: dict[str, Any], metrics: dict[str, float]) -> None:
         """Starts writing. Device buffers are copied before it returns, so the next step may donate them.
 
@@ -71,11 +115,11 @@ class Checkpoints:
         Raises:
           RunStopped: this save, or the one before it in the background, could not be written.
         """
-        if step in self._manager.all_steps():
+        if processes.from_first(step in self._manager.all_steps()):
             return  # the same step is the same state
         metric = self.config.best_metric
         # One may be measured (seconds, bytes), and all processes must keep the same checkpoints.
-        best = {metric: processes.from_first(metrics[metric])} if metric in metrics else None
+        best = {metric: processes.from_first(float(metrics[metric]))} if metric in metrics else None
         with self._written():
             self._manager.save(
                 step,
@@ -85,8 +129,12 @@ class Checkpoints:
             )
 
     def latest_step(self) -> int | None:
-        """Steps done in the newest complete checkpoint; None if there is none."""
+        """Steps done in the newest complete checkpoint that this process knows of; None if there is none."""
         return self._manager.latest_step()
+
+    def newest(self) -> int | None:
+        """`latest_step` of process 0, on all."""
+        return processes.from_first(self.latest_step())
 
     def restore(self, template: Any, step: int | None = None) -> Restored:
         """Reads a checkpoint into the shapes, dtypes and shardings of `template`.
@@ -112,9 +160,9 @@ class Checkpoints:
         Raises:
           UserError: see `restore`.
         """
-        step = self.latest_step()
-        if step is None:
+        if self.newest() is None:
             return {}
+        step = self._complete(None)
         with self._explained(step):
             return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
@@ -144,14 +192,18 @@ class Checkpoints:
         return step, restored[role]["params"]
 
     def _complete(self, step: int | None) -> int:
-        """`step`, or the newest, if it is a complete checkpoint."""
-        complete = sorted(self._manager.all_steps())
-        wanted = self.latest_step() if step is None else step
-        if wanted is None or wanted not in complete:
-            raise UserError(
-                f"{self.directory}: no complete checkpoint{'' if step is None else f' of step {step}'} there; "
-                f"complete ones: {complete or 'none'}."
-            )
+        """`step`, or the newest, if it is a complete checkpoint for all processes."""
+        wanted = self.newest() if step is None else step
+        with processes.agreement():
+            if wanted not in self._manager.all_steps():
+                self._manager.reload()  # process 0 has looked later
+            complete = sorted(self._manager.all_steps())
+            if wanted is None or wanted not in complete:
+                shared = " All processes must see the same files." if processes.count() > 1 else ""
+                raise UserError(
+                    f"{self.directory}: no complete checkpoint{'' if wanted is None else f' of step {wanted}'} there; "
+                    f"complete ones: {complete or 'none'}.{shared}"
+                )
         return wanted
 
     @contextlib.contextmanager

@@ -134,13 +134,15 @@ def run(arguments: Sequence[str]) -> None:
         join(joining, heartbeat_s=config.processes.heartbeat_s, join_timeout_s=config.processes.join_timeout_s)
         if not processes.is_first():
             show_logs("warning")
+        if options.command == "export":
+            require_export_target(options)
         trainer = Trainer(config, workdir, read_only=options.command != "train")
         COMMANDS[options.command](trainer, options)
 
 
 def train(trainer: Trainer, options: argparse.Namespace) -> None:
     """Trains from the newest checkpoint, or the beginning, to the last step."""
-    trainer.train()
+    trainer.train(then_ends=True)
 
 
 def evaluate(trainer: Trainer, options: argparse.Namespace) -> None:
@@ -153,8 +155,11 @@ def evaluate(trainer: Trainer, options: argparse.Namespace) -> None:
 def generate(trainer: Trainer, options: argparse.Namespace) -> None:
     """Prints one JSON line per prompt, with its completions; with ``--stream`` the text of one, as it grows; with
     ``--chat`` the answers to the turns of one conversation."""
+    from jaxrl_llm import processes
+
     restore_or_say(trainer)
     prompts = read_prompts(options)
+    processes.require_equal({"the prompts": prompts})
     if options.chat:
         chat(trainer, prompts or typed_turns())
         trainer.close()
@@ -291,10 +296,20 @@ def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
         )
     if options.command == "export" and not options.output:
         raise UserError("export needs --output FOLDER.")
-    if options.command == "export":
-        from jaxrl_llm.models.export import export_target
 
-        export_target(options.output, overwrite=options.overwrite)
+
+def require_export_target(options: argparse.Namespace) -> None:
+    """Refuses a folder that can't be exported to, on all processes; process 0 alone looks, since it alone writes.
+
+    Raises:
+      UserError: see `models.export.export_target`.
+    """
+    from jaxrl_llm import processes
+    from jaxrl_llm.models.export import export_target
+
+    with processes.agreement():
+        if processes.is_first():
+            export_target(options.output, overwrite=options.overwrite)
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm import processes, update
 from jaxrl_llm.algorithms.interface import Algorithm, Role
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoint import Checkpoints, holds_checkpoints
 from jaxrl_llm.config import RunConfig, longest_sequence
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import lora as adapters
@@ -266,7 +266,7 @@ class RoleBuilder:
             return load_model(model.path, mesh=self.mesh, layout=TRAINING, dtype=dtype, vocab_multiple=self.multiple)
 
     def _load(self, path: str, dtype: Any, role: Role) -> tuple[Decoder, Params]:
-        if role.head == "tokens" and pathlib.Path(path, "checkpoints").is_dir():
+        if role.head == "tokens" and holds_checkpoints(path):
             template = jax.tree.map(
                 lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), self.start
             )

@@ -29,7 +29,7 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import evaluate, packing, processes, update
 from jaxrl_llm.algorithms import find_algorithm
 from jaxrl_llm.algorithms.interface import Sequences, by_role
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoint import Checkpoints, holds_checkpoints
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.data.columns import WANTED
 from jaxrl_llm.data.dataset import PromptData
@@ -93,7 +93,7 @@ class Trainer:
                 self._require_shared(workdir)
         self.dtype = _compute_dtype(config.dtype, self.mesh)
         self.checkpoints = None
-        if workdir is not None and (not read_only or pathlib.Path(workdir, "checkpoints").is_dir()):
+        if workdir is not None and (not read_only or holds_checkpoints(workdir)):
             self.checkpoints = Checkpoints(pathlib.Path(workdir), config.checkpoint, read_only=read_only)
         before = self.checkpoints.read_host() if self.checkpoints is not None and not read_only else {}
         builder = RoleBuilder(
@@ -164,8 +164,12 @@ class Trainer:
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
-    def train(self) -> dict[str, float]:
+    def train(self, *, then_ends: bool = False) -> dict[str, float]:
         """Runs from the newest checkpoint to the last step; returns the last metrics.
+
+        Args:
+          then_ends: the program does nothing after it but end. Each of several processes then ignores SIGTERM from
+            there on: the others wait for it at the end, and nothing is left to save.
 
         Raises:
           RunStopped: a step failed its checks (`_check`); nothing of it was saved.
@@ -184,7 +188,7 @@ class Trainer:
             )
         metrics: dict[str, float] = {}
         with (
-            self._sigterm(),  # outermost: closing waits for the last save
+            self._sigterm(then_ends),  # outermost: closing waits for the last save
             contextlib.closing(self),
             self.log.progress(self.total_steps, self.step_index),
         ):
@@ -487,8 +491,10 @@ class Trainer:
         Raises:
           UserError: the checkpoint is of another model, algorithm or data set, or is damaged.
         """
-        if self.checkpoints is None or self.checkpoints.latest_step() is None:
+        newest = None if self.checkpoints is None else self.checkpoints.newest()
+        if self.checkpoints is None or newest is None:
             return False
+        step = newest if step is None else step
         if self.read_only:
             for name, state in self.roles.items():
                 whole = self.residence.use(state).params
@@ -558,7 +564,7 @@ class Trainer:
         }
 
     @contextlib.contextmanager
-    def _sigterm(self) -> Iterator[None]:
+    def _sigterm(self, then_ends: bool) -> Iterator[None]:
         """While training, SIGTERM asks for a save after the step in progress. Only the main thread can listen."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -571,8 +577,8 @@ class Trainer:
         previous = signal.signal(signal.SIGTERM, stop)
         try:
             yield
-        finally:
-            signal.signal(signal.SIGTERM, previous)
+        finally:  # without a moment in between, in which one process would end and leave the others waiting
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if then_ends and processes.count() > 1 else previous)
 
     def _check(self, metrics: dict[str, float], rollouts: Rollouts) -> None:
         """Stops a run that computes nonsense: before it is saved, but with its metrics and samples written.

@@ -40,7 +40,7 @@ class Recorder:
     def __init__(self, config, workdir, *, read_only):
         self.calls.append(("init", config, workdir, read_only))
 
-    def train(self):
+    def train(self, *, then_ends):
         if self.error:
             raise self.error
         self.calls.append(("train",))

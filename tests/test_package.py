@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +51,17 @@ def test_the_wheel_holds_exactly_the_two_packages_and_the_assets(tmp_path: pathl
         files = {f"{package}/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
         missing = {name for name in files if "__pycache__" not in name} - set(names)
         assert not missing, f"not in the wheel: {sorted(missing)}"
+
+
+def test_only_a_notebooks_reward_function_is_pickled():
+    """It goes to workers of this process. What other processes and files say is read as JSON, numbers and texts."""
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("jaxrl_llm", "kernels")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"^\s*(import|from) (pickle|cloudpickle|dill|marshal|shelve)\b", path.read_text(), re.MULTILINE)
+    }
+    assert users == {"jaxrl_llm/rewards/pool.py", "jaxrl_llm/rewards/worker.py"}
 
 
 def test_importing_the_packages_imports_no_jax():

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
+from jaxrl_llm import processes
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
 from jaxrl_llm.trainer import Trainer, _compute_dtype
 from jaxrl_llm.workdir import Workdir
@@ -196,6 +197,26 @@ def test_sigterm_during_the_last_save_does_not_lose_it(rows_file, tmp_path):
         signal.signal(signal.SIGTERM, previous)
     assert not leaked
     assert (tmp_path / "run" / "checkpoints" / "1").is_dir()
+
+
+def test_a_process_of_several_does_not_end_by_sigterm_before_the_others(monkeypatch):
+    """After the last step each waits for all. Caught: the handler of before put back, by which this process would have
+    ended."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(processes, "count", lambda: 2)
+    trainer = Trainer.__new__(Trainer)
+    trainer._preempted = threading.Event()
+    try:
+        with trainer._sigterm(then_ends=False):
+            pass
+        assert signal.getsignal(signal.SIGTERM) is before  # a program that goes on must still be able to end
+        with trainer._sigterm(then_ends=True):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert trainer._preempted.is_set()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_finished_run_says_so(rows_file, tmp_path):
