@@ -25,7 +25,7 @@ from jaxrl_llm.errors import RunStopped, UserError
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A checkpoint read back: `step` steps are done; `state` is on the devices, `host` plain JSON values."""
+    """A checkpoint read back: `step` steps are done; `state` is where its template says, `host` plain JSON values."""
 
     step: int
     state: Any
@@ -106,7 +106,8 @@ class Checkpoints:
             )
 
     def save(self, step: int, state: Any, host: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Starts writing. Device buffers are copied before it returns, so the next step may donate them.
+        """Starts writing. Device buffers are copied before it returns, so the next step may donate them; arrays in the
+        host's memory are written from where they are.
 
         Args:
           step: how many steps are done.
@@ -137,7 +138,7 @@ class Checkpoints:
         return processes.from_first(self.latest_step())
 
     def restore(self, template: Any, step: int | None = None) -> Restored:
-        """Reads a checkpoint into the shapes, dtypes and shardings of `template`.
+        """Reads a checkpoint into the shapes, dtypes, shardings and memories of `template`, and nowhere else.
 
         Args:
           template: arrays or `jax.ShapeDtypeStruct`s with shardings; another mesh than at saving is fine.
@@ -146,7 +147,7 @@ class Checkpoints:
         Raises:
           UserError: there is no such checkpoint, or it does not fit the template.
         """
-        step = self._complete(step)
+        step = self.complete(step)
         abstract = jax.tree.map(_abstract, template)
         with self._explained(step):
             restored = self._manager.restore(
@@ -162,7 +163,7 @@ class Checkpoints:
         """
         if self.newest() is None:
             return {}
-        step = self._complete(None)
+        step = self.complete(None)
         with self._explained(step):
             return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
@@ -176,7 +177,7 @@ class Checkpoints:
         Raises:
           UserError: see `restore`.
         """
-        step = self._complete(step)
+        step = self.complete(step)
         item = {role: {"params": jax.tree.map(_abstract, template)}}
         arguments = ocp.checkpoint_utils.construct_restore_args(item)
         with self._explained(step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -191,8 +192,12 @@ class Checkpoints:
                 raise ValueError(f"it holds other parameters of {role!r}, or none.")
         return step, restored[role]["params"]
 
-    def _complete(self, step: int | None) -> int:
-        """`step`, or the newest, if it is a complete checkpoint for all processes."""
+    def complete(self, step: int | None) -> int:
+        """`step`, or the newest, for all processes.
+
+        Raises:
+          UserError: there is no complete checkpoint of it.
+        """
         wanted = self.newest() if step is None else step
         with processes.agreement():
             if wanted not in self._manager.all_steps():

@@ -84,6 +84,7 @@ class RoleBuilder:
       dtype: of compute.
       total_steps: of the run, for the schedules.
       read_only: only what writes answers is made, without an optimizer.
+      rest: brings a role that was made to where it stays, before the next is made: `Residence.rest`.
       sources: by role, the step of the checkpoint of another run that it was read from before; a role that is not in
         it takes the newest one.
 
@@ -100,8 +101,10 @@ class RoleBuilder:
         total_steps: int,
         *,
         read_only: bool = False,
+        rest: Callable[[str, RoleState], RoleState] = lambda name, state: state,
         sources: Mapping[str, int] | None = None,
     ):
+        self._rest = rest
         self.sources = dict(sources or {})
         self.config, self.algorithm, self.mesh, self.dtype = config, algorithm, mesh, dtype
         self.options = config.algorithm.options
@@ -113,7 +116,7 @@ class RoleBuilder:
         self.lora = Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets)) if model.lora_rank else None
 
     def build(self) -> tuple[dict[str, Model], dict[str, RoleState]]:
-        """Every role's model and state.
+        """Every role's model and resting state.
 
         Raises:
           UserError: a path is not a model, or models don't fit together.
@@ -142,7 +145,9 @@ class RoleBuilder:
         states: dict[str, RoleState] = {}
         # The main role takes the first parameters over, so the others copy them before.
         for role in sorted(roles, key=lambda role: role == main):
-            models[role.name], states[role.name] = self._make(role, models, last=role == main)
+            models[role.name], state = self._make(role, models, last=role == main)
+            states[role.name] = self._rest(role.name, state)
+            del state  # what rests in the host's memory is free on the devices from here
         del self.start
         return models, states
 

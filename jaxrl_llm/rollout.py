@@ -90,16 +90,17 @@ class Rollout:
     @functools.cached_property
     def reward_model(self) -> ModelScorer:
         settings = self.config.reward_model
-        return ModelScorer(
-            settings.path,
-            max_tokens=settings.max_tokens,
-            batch_tokens=settings.batch_tokens,
-            template=settings.template,
-            output=settings.output,
-            label=None if settings.label < 0 else settings.label,
-            dtype=self.dtype,
-            mesh=self.mesh,
-        )
+        with processes.agreement():  # each process reads the files itself
+            return ModelScorer(
+                settings.path,
+                max_tokens=settings.max_tokens,
+                batch_tokens=settings.batch_tokens,
+                template=settings.template,
+                output=settings.output,
+                label=None if settings.label < 0 else settings.label,
+                dtype=self.dtype,
+                mesh=self.mesh,
+            )
 
     def complete(
         self,

@@ -85,8 +85,21 @@ class Trainer:
         self.mesh = make_mesh(config.mesh, devices)
         self.config = config = configs.with_mesh(config, self.mesh.size)
         self.read_only = read_only
+        with contextlib.ExitStack() as opened:  # closed if anything below fails: a notebook goes on after the error
+            self._set_up(workdir, rewards, tokenizer, opened)
+            opened.pop_all()
+
+    def _set_up(
+        self,
+        workdir: pathlib.Path | str | None,
+        rewards: dict[str, Callable[..., Any]] | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        opened: contextlib.ExitStack,
+    ) -> None:
+        """All that `__init__` makes; what must be closed is in `opened` as soon as it is there."""
+        config, read_only = self.config, self.read_only
         with processes.agreement():
-            self._read_inputs(workdir, rewards, tokenizer)
+            self._read_inputs(workdir, rewards, tokenizer, opened)
         if processes.count() > 1:
             processes.require_equal(self._identity())
             with processes.agreement():
@@ -95,7 +108,10 @@ class Trainer:
         self.checkpoints = None
         if workdir is not None and (not read_only or holds_checkpoints(workdir)):
             self.checkpoints = Checkpoints(pathlib.Path(workdir), config.checkpoint, read_only=read_only)
+            opened.callback(self.checkpoints.close)
         before = self.checkpoints.read_host() if self.checkpoints is not None and not read_only else {}
+        roles = {role.name: role for role in self.algorithm.roles(self.options)}
+        self.residence = Residence(config.hybrid_engine, roles, self.mesh)
         builder = RoleBuilder(
             config,
             self.algorithm,
@@ -103,14 +119,12 @@ class Trainer:
             self.dtype,
             self.total_steps,
             read_only=read_only,
+            rest=self.residence.rest,
             sources=before.get("sources"),
         )
         self.models, self.roles = builder.build()
         self.sources = builder.sources
         self.main = self.algorithm.main_role(self.options).name
-        roles = {name: model.role for name, model in self.models.items()}
-        self.residence = Residence(config.hybrid_engine, roles, self.mesh)
-        self.roles = {name: self.residence.rest(name, state) for name, state in self.roles.items()}
         self.decoder = self.models[self.main].decoder
         self.memory = self.algorithm.init(self.options)
         self.step_index = 0
@@ -121,9 +135,11 @@ class Trainer:
             self.models[self.main].forward.schedule,
         )
         self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, self._scorer)
+        opened.callback(self.rollout.close)
         if config.reward_model.path and not read_only:
             _ = self.rollout.reward_model  # one that can't be read is an error now, not after a rollout
         self.log = RunLog(None if self.workdir is None else self.workdir.path)
+        opened.callback(self.log.close)
         self._preempted = threading.Event()
 
     def _read_inputs(
@@ -131,6 +147,7 @@ class Trainer:
         workdir: pathlib.Path | str | None,
         rewards: dict[str, Callable[..., Any]] | None,
         tokenizer: PreTrainedTokenizerBase | None,
+        opened: contextlib.ExitStack,
     ) -> None:
         """Everything that needs no weights and no device: reads and checks it, then claims the folder."""
         config, read_only = self.config, self.read_only
@@ -158,6 +175,7 @@ class Trainer:
         self.workdir = None
         if workdir is not None and not read_only and processes.is_first():
             self.workdir = Workdir(workdir, config)
+            opened.callback(self.workdir.close)
         self._scorer = functools.partial(RewardRunner, config.rewards, config.reward_runner, extra=rewards)
         if config.rewards and self.algorithm.generates and not read_only:
             self._scorer().close()  # a reward that can't be found or started is an error now, not after a rollout
@@ -478,15 +496,15 @@ class Trainer:
         self.checkpoints.save(self.step_index, self._saved(), host, metrics)
 
     def _saved(self) -> dict[str, RoleState]:
-        """What a checkpoint holds of the roles: not the base under adapters, nor a role read from its source again."""
-        return {
-            name: self.residence.use(dataclasses.replace(state, base=None))
-            for name, state in self.roles.items()
-            if self.models[name].saved
-        }
+        """What a checkpoint holds of the roles: not the base under adapters, nor a role read from its source again.
+        Nothing is copied to the devices for it."""
+        return {name: self.residence.saved(state) for name, state in self.roles.items() if self.models[name].saved}
 
     def restore(self, step: int | None = None) -> bool:
         """Continues from a checkpoint of the work folder, the newest by default; False if there is none.
+
+        Every array is read into the memory where it rests. Those that were there are let go first, so that there is
+        room; after a checkpoint that could not be read the roles hold nothing.
 
         Raises:
           UserError: the checkpoint is of another model, algorithm or data set, or is damaged.
@@ -494,22 +512,33 @@ class Trainer:
         newest = None if self.checkpoints is None else self.checkpoints.newest()
         if self.checkpoints is None or newest is None:
             return False
-        step = newest if step is None else step
+        step = self.checkpoints.complete(newest if step is None else step)
         if self.read_only:
-            for name, state in self.roles.items():
-                whole = self.residence.use(state).params
-                self.step_index, params = self.checkpoints.restore_params(name, whole, step)
-                self.roles[name] = self.residence.rest(name, RoleState(params, base=state.base))
+            for name in self.roles:
+                template = self._let_go(name).params
+                self.step_index, params = self.checkpoints.restore_params(name, template, step)
+                self._take(name, RoleState(params))
             logger.info("the checkpoint after step %d of %s", self.step_index, self.checkpoints.directory)
             return True
-        restored = self.checkpoints.restore(self._saved(), step)
-        for name, state in restored.state.items():
-            self.roles[name] = self.residence.rest(name, dataclasses.replace(state, base=self.roles[name].base))
+        saved = [name for name, model in self.models.items() if model.saved]
+        restored = self.checkpoints.restore({name: self._let_go(name) for name in saved}, step)
+        for name in saved:
+            self._take(name, restored.state.pop(name))
         self.memory, self.step_index = restored.host["memory"], restored.step
         if self.data is not None and restored.host["data"] is not None:
             self.data.restore(restored.host["data"])
         logger.info("resumed from %s after step %d", self.checkpoints.directory, self.step_index)
         return True
+
+    def _let_go(self, name: str) -> RoleState:
+        """Frees what a checkpoint holds of a role; returns the shapes and places to read it into."""
+        template = self.residence.template(self.roles[name])
+        self.roles[name] = RoleState({}, base=self.roles[name].base)
+        return template
+
+    def _take(self, name: str, state: RoleState) -> None:
+        """A role as a checkpoint gave it."""
+        self.roles[name] = self.residence.rest(name, dataclasses.replace(state, base=self.roles[name].base))
 
     def close(self) -> None:
         """Waits for background saves and ends the reward workers."""
