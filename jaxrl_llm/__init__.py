@@ -14,18 +14,19 @@ if TYPE_CHECKING:
     from jaxrl_llm.backends import get_available_backends
     from jaxrl_llm.config import default_config
     from jaxrl_llm.errors import RunStopped, UserError
-    from jaxrl_llm.generation import generate
+    from jaxrl_llm.generation import chat, generate
     from jaxrl_llm.rl_trainer import RLTrainer
 
 # transformers is here for tokenizers and configurations: its advice that models need PyTorch only worries.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-__all__ = ["RLTrainer", "RunStopped", "UserError", "default_config", "generate", "get_available_backends"]
+__all__ = ["RLTrainer", "RunStopped", "UserError", "chat", "default_config", "generate", "get_available_backends"]
 
 _MODULES = {
     "RLTrainer": "jaxrl_llm.rl_trainer",
     "RunStopped": "jaxrl_llm.errors",
     "UserError": "jaxrl_llm.errors",
+    "chat": "jaxrl_llm.generation",
     "default_config": "jaxrl_llm.config",
     "generate": "jaxrl_llm.generation",
     "get_available_backends": "jaxrl_llm.backends",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -24,23 +25,51 @@ from jaxrl_llm.errors import RunStopped, UserError
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A checkpoint read back: `step` steps are done; `state` is on the devices, `host` plain JSON values."""
+    """A checkpoint read back: `step` steps are done; `state` is where its template says, `host` plain JSON values."""
 
     step: int
     state: Any
     host: dict[str, Any]
 
 
+FOLDER = "checkpoints"
+
+
+def holds_checkpoints(workdir: pathlib.Path | str) -> bool:
+    """Whether a run has saved something in ``workdir``; the same answer on all processes.
+
+    Raises:
+      UserError: some processes see its checkpoints and others don't.
+    """
+    folder = pathlib.Path(workdir, FOLDER).absolute()
+    found = processes.exchange(folder.is_dir)
+    if any(found) and not all(found):
+        blind = ", ".join(str(process) for process, seen in enumerate(found) if not seen)
+        raise UserError(
+            f"{folder}: of {len(found)} processes, {blind} can't see these checkpoints. Each reads its part of them: "
+            "choose a folder on a file system that all share."
+        )
+    return all(found)
+
+
 class Checkpoints:
     """The checkpoints of one run. Keeps the last `keep` and, on top of them, the one with the best metric.
 
+    Which ones there are, process 0 says: another one may have looked a moment earlier or later.
+
     Args:
       read_only: creates, deletes and cleans nothing.
+
+    Raises:
+      UserError: their folder can't be made or written to.
     """
 
     def __init__(self, workdir: pathlib.Path, config: CheckpointConfig, *, read_only: bool = False):
         self.config = config
-        self.directory = (workdir / "checkpoints").absolute()
+        self.directory = (workdir / FOLDER).absolute()
+        if not read_only:
+            with processes.agreement():  # orbax would fail on process 0 alone, and late or with a traceback
+                self._make_folder()
         policies: list[preservation.PreservationPolicy] = [preservation.LatestN(config.keep)]
         if config.best_metric:
             policies.append(
@@ -61,8 +90,24 @@ class Checkpoints:
             item_names=("state", "host"),
         )
 
+    def _make_folder(self) -> None:
+        try:
+            if processes.is_first():
+                self.directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{self.directory}: this folder for the run's checkpoints can't be made ({error.strerror}). Move away "
+                "what is in its place, look at the rights to the work folder, or choose another --workdir."
+            ) from error
+        if self.directory.exists() and not os.access(self.directory, os.W_OK | os.X_OK):
+            raise UserError(
+                f"{self.directory}: checkpoints can't be written here, for want of rights to this folder. Set them, or "
+                "choose another --workdir."
+            )
+
     def save(self, step: int, state: Any, host: dict[str, Any], metrics: dict[str, float]) -> None:
-        """Starts writing. Device buffers are copied before it returns, so the next step may donate them.
+        """Starts writing. Device buffers are copied before it returns, so the next step may donate them; arrays in the
+        host's memory are written from where they are.
 
         Args:
           step: how many steps are done.
@@ -71,11 +116,11 @@ class Checkpoints:
         Raises:
           RunStopped: this save, or the one before it in the background, could not be written.
         """
-        if step in self._manager.all_steps():
+        if processes.from_first(step in self._manager.all_steps()):
             return  # the same step is the same state
         metric = self.config.best_metric
         # One may be measured (seconds, bytes), and all processes must keep the same checkpoints.
-        best = {metric: processes.from_first(metrics[metric])} if metric in metrics else None
+        best = {metric: processes.from_first(float(metrics[metric]))} if metric in metrics else None
         with self._written():
             self._manager.save(
                 step,
@@ -85,11 +130,15 @@ class Checkpoints:
             )
 
     def latest_step(self) -> int | None:
-        """Steps done in the newest complete checkpoint; None if there is none."""
+        """Steps done in the newest complete checkpoint that this process knows of; None if there is none."""
         return self._manager.latest_step()
 
+    def newest(self) -> int | None:
+        """`latest_step` of process 0, on all."""
+        return processes.from_first(self.latest_step())
+
     def restore(self, template: Any, step: int | None = None) -> Restored:
-        """Reads a checkpoint into the shapes, dtypes and shardings of `template`.
+        """Reads a checkpoint into the shapes, dtypes, shardings and memories of `template`, and nowhere else.
 
         Args:
           template: arrays or `jax.ShapeDtypeStruct`s with shardings; another mesh than at saving is fine.
@@ -98,7 +147,7 @@ class Checkpoints:
         Raises:
           UserError: there is no such checkpoint, or it does not fit the template.
         """
-        step = self._complete(step)
+        step = self.complete(step)
         abstract = jax.tree.map(_abstract, template)
         with self._explained(step):
             restored = self._manager.restore(
@@ -112,9 +161,9 @@ class Checkpoints:
         Raises:
           UserError: see `restore`.
         """
-        step = self.latest_step()
-        if step is None:
+        if self.newest() is None:
             return {}
+        step = self.complete(None)
         with self._explained(step):
             return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
@@ -128,7 +177,7 @@ class Checkpoints:
         Raises:
           UserError: see `restore`.
         """
-        step = self._complete(step)
+        step = self.complete(step)
         item = {role: {"params": jax.tree.map(_abstract, template)}}
         arguments = ocp.checkpoint_utils.construct_restore_args(item)
         with self._explained(step), ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -143,15 +192,23 @@ class Checkpoints:
                 raise ValueError(f"it holds other parameters of {role!r}, or none.")
         return step, restored[role]["params"]
 
-    def _complete(self, step: int | None) -> int:
-        """`step`, or the newest, if it is a complete checkpoint."""
-        complete = sorted(self._manager.all_steps())
-        wanted = self.latest_step() if step is None else step
-        if wanted is None or wanted not in complete:
-            raise UserError(
-                f"{self.directory}: no complete checkpoint{'' if step is None else f' of step {step}'} there; "
-                f"complete ones: {complete or 'none'}."
-            )
+    def complete(self, step: int | None) -> int:
+        """`step`, or the newest, for all processes.
+
+        Raises:
+          UserError: there is no complete checkpoint of it.
+        """
+        wanted = self.newest() if step is None else step
+        with processes.agreement():
+            if wanted not in self._manager.all_steps():
+                self._manager.reload()  # process 0 has looked later
+            complete = sorted(self._manager.all_steps())
+            if wanted is None or wanted not in complete:
+                shared = " All processes must see the same files." if processes.count() > 1 else ""
+                raise UserError(
+                    f"{self.directory}: no complete checkpoint{'' if wanted is None else f' of step {wanted}'} there; "
+                    f"complete ones: {complete or 'none'}.{shared}"
+                )
         return wanted
 
     @contextlib.contextmanager

@@ -181,8 +181,9 @@ class RolloutConfig:
         "compute",
         "Of the matrices of layers when completions are sampled, evaluation included: the compute dtype, or 8 bits "
         "with a scale for each output channel (a quarter of float32 in memory and moved). In 8 bits the sampler "
-        "differs from the trained policy by rounding; rollout/logprob_diff_mean says how much, and checks.* have no "
-        "bound unless one is given. float8 is e4m3fn.",
+        "differs from the trained policy by rounding; rollout/logprob_diff_mean says how much, the metrics of the "
+        "rollout correction (rollout_corr/…) are told too, and checks.* have no bound unless one is given. float8 is "
+        "e4m3fn.",
         choices=("compute", "int8", "float8"),
     )
 
@@ -261,7 +262,12 @@ class CriticConfig:
 
     path: str = option("", "Like model.path, also of a sequence classifier with one label; empty: the policy's start.")
     optimizer: CriticOptimizerConfig = option(CriticOptimizerConfig, "")
-    warmup_steps: int = option(0, "First steps in which the critic alone is updated.", low=0, unit="steps")
+    warmup_steps: int = option(
+        0,
+        "First steps in which the critic alone is updated; the policy's schedule begins after them.",
+        low=0,
+        unit="steps",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -608,8 +614,18 @@ def resolve(
     evaluation = run.eval
     if len(run.rewards) == 1:
         evaluation = dataclasses.replace(evaluation, accuracy_reward=next(iter(run.rewards)))
-    run = dataclasses.replace(run, training=rows, tokenizer=tokenizer, eval=evaluation)
+    run = dataclasses.replace(
+        run, training=rows, tokenizer=tokenizer, eval=evaluation, algorithm=_told_of_low_precision(run)
+    )
     return run if device_count is None else with_mesh(run, device_count)
+
+
+def _told_of_low_precision(run: RunConfig) -> AlgorithmSection:
+    """The algorithm's section; the sampler's distance to the policy is told wherever it samples in 8 bits."""
+    section = run.algorithm
+    if run.rollout.weight_dtype == "compute" or not hasattr(section.options, "rollout_metrics"):
+        return section
+    return dataclasses.replace(section, options=dataclasses.replace(section.options, rollout_metrics=True))
 
 
 REWARD_MODEL = "reward_model"

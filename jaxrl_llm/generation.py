@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.conversation import Chat
 from jaxrl_llm.data.prompts import encode_all
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.errors import UserError
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 DEFAULT_NEW_TOKENS = 256
+DEFAULT_CONTEXT = 4096
+"""Most tokens of a conversation, where the model has room for so many."""
 
 
 def generate(
@@ -60,16 +63,15 @@ def generate(
     """
     if not prompts:
         raise UserError("There is no prompt: give at least one.")
-    config = configs.default_config("grpo")
-    config.model.path = model
-    config.tokenizer.path = tokenizer if isinstance(tokenizer, str) else ""
-    config.seed = seed
-    config.rollout.max_new_tokens = 1 if max_new_tokens is None else max_new_tokens
-    config.rollout.samples_per_prompt = samples_per_prompt
-    config.rollout.temperature = temperature
-    plain = config.to_dict()
-    for name, value in (options or {}).items():
-        set_by_path(plain, name, value)
+    plain = _options(
+        model,
+        tokenizer,
+        1 if max_new_tokens is None else max_new_tokens,
+        samples_per_prompt,
+        temperature,
+        seed,
+        options,
+    )
     resolved = configs.resolve(plain, training=False)
     loaded = load_tokenizer(resolved.tokenizer.path) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
     # The cache is made for the longest prompt, and for as many sequences as there are.
@@ -89,3 +91,64 @@ def generate(
     trainer = Trainer(configs.resolve(plain, training=False), read_only=True, tokenizer=loaded)
     with contextlib.closing(trainer):
         return trainer.complete(prompts, on_text)
+
+
+def chat(
+    model: str,
+    *,
+    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float = 1.0,
+    seed: int = 0,
+    options: Mapping[str, Any] | None = None,
+) -> Chat:
+    """Loads a model and begins a conversation with it, of which each turn computes only what is new.
+
+    Args:
+      model, tokenizer, temperature: as in `generate`.
+      max_new_tokens: of one answer; None is 256, or a quarter of the conversation if that is less.
+      options: as in `generate`. ``data.max_prompt_tokens`` bounds the conversation; by default it has, with the last
+        answer, 4,096 tokens or the model's context.
+
+    Raises:
+      UserError: an option is wrong.
+
+    Example::
+
+        with jaxrl_llm.chat("HuggingFaceTB/SmolLM2-135M-Instruct") as chat:
+            print(chat.say("Name a river.").text)
+            print(chat.say("Where does it end?").text)
+    """
+    context = min(load_config(model).max_position, DEFAULT_CONTEXT)
+    count = min(DEFAULT_NEW_TOKENS, max(1, context // 4)) if max_new_tokens is None else max_new_tokens
+    plain = _options(model, tokenizer, count, 1, temperature, seed, options)
+    plain["rollout"]["samples_per_prompt"] = 1
+    if "rollout.num_slots" not in (options or {}):
+        plain["rollout"]["num_slots"] = 1
+    if "data.max_prompt_tokens" not in (options or {}):
+        plain["data"]["max_prompt_tokens"] = max(context - plain["rollout"]["max_new_tokens"], 1)
+    loaded = None if tokenizer is None or isinstance(tokenizer, str) else tokenizer
+    return Chat(Trainer(configs.resolve(plain, training=False), read_only=True, tokenizer=loaded), own=True)
+
+
+def _options(
+    model: str,
+    tokenizer: Any,
+    max_new_tokens: int,
+    samples_per_prompt: int,
+    temperature: float,
+    seed: int,
+    options: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """A configuration to be resolved; ``options`` by name come last."""
+    config = configs.default_config("grpo")
+    config.model.path = model
+    config.tokenizer.path = tokenizer if isinstance(tokenizer, str) else ""
+    config.seed = seed
+    config.rollout.max_new_tokens = max_new_tokens
+    config.rollout.samples_per_prompt = samples_per_prompt
+    config.rollout.temperature = temperature
+    plain = config.to_dict()
+    for name, value in (options or {}).items():
+        set_by_path(plain, name, value)
+    return plain

@@ -120,7 +120,7 @@ class HybridEngine:
         if decoder.lora is not None:
             self._adapter_axes = split_adapters(decoder.generation_axes()["layers"][0])[1]
             self._arrange_adapters = self._make_arrange(decoder.generation_adapters, self._adapter_axes)
-        self._base: _HeldBase | None = None
+        self._base: HeldParams | None = None
         self._cast = jax.jit(lambda array: array.astype(self.dtype))
         self.last: LayoutChange | None = None
 
@@ -185,7 +185,7 @@ class HybridEngine:
         moved = mover.finish()
         result = arrays_of(moving) if self._base is None else self._base.generation
         if self.decoder.lora is not None:
-            self._base = self._base or _HeldBase([weakref.ref(leaf) for leaf in jax.tree.leaves(base)], result)
+            self._base = self._base or HeldParams.of(base, result)
             merged = [merge_trees(*both) for both in zip(result["layers"], arrays_of(layers), strict=True)]
             result = {**result, "layers": merged}
         seconds = time.perf_counter() - start
@@ -233,15 +233,20 @@ class HybridEngine:
         return out
 
 
-@dataclasses.dataclass
-class _HeldBase:
-    """A base in the generation layout, and the training arrays that it was made of."""
+@dataclasses.dataclass(frozen=True)
+class HeldParams:
+    """Parameters in the generation layout, and weak references to the training arrays that they were made of."""
 
     sources: list[weakref.ref[jax.Array]]
     generation: Params
 
-    def is_of(self, base: Params) -> bool:
-        leaves = jax.tree.leaves(base)
+    @classmethod
+    def of(cls, params: Params, generation: Params) -> HeldParams:
+        return cls([weakref.ref(leaf) for leaf in jax.tree.leaves(params)], generation)
+
+    def is_of(self, params: Params) -> bool:
+        """Whether they were made of these very arrays."""
+        leaves = jax.tree.leaves(params)
         return len(leaves) == len(self.sources) and all(
             source() is leaf for source, leaf in zip(self.sources, leaves, strict=True)
         )

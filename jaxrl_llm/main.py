@@ -2,7 +2,7 @@
 
     python -m jaxrl_llm.main [train] --config configs/tiny_grpo.py
     python -m jaxrl_llm.main eval     --config configs/tiny_grpo.py
-    python -m jaxrl_llm.main generate --config configs/tiny_grpo.py --prompt "37+58="
+    python -m jaxrl_llm.main generate --config configs/tiny_grpo.py --prompt "37+58=" [--chat]
     python -m jaxrl_llm.main export   --config configs/tiny_grpo.py --output exported/
     python -m jaxrl_llm.main plan     --config configs/tiny_grpo.py --devices 8 --device-kind H200 [--search]
 
@@ -26,7 +26,7 @@ import pathlib
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrl_llm.errors import (
@@ -118,6 +118,8 @@ def run(arguments: Sequence[str]) -> None:
         plan(config, options.devices, options.device_kind, search=options.search, json_path=options.json)
         return
     joining = find(os.environ, options.coordinator, options.processes, options.process)
+    if joining is not None and options.chat and not read_prompts(options):
+        raise UserError("--chat reads the standard input of one process: with several, give the turns by --prompt.")
 
     from jaxrl_llm import processes
     from jaxrl_llm.compilation_cache import enable_compilation_cache
@@ -132,13 +134,15 @@ def run(arguments: Sequence[str]) -> None:
         join(joining, heartbeat_s=config.processes.heartbeat_s, join_timeout_s=config.processes.join_timeout_s)
         if not processes.is_first():
             show_logs("warning")
+        if options.command == "export":
+            require_export_target(options)
         trainer = Trainer(config, workdir, read_only=options.command != "train")
         COMMANDS[options.command](trainer, options)
 
 
 def train(trainer: Trainer, options: argparse.Namespace) -> None:
     """Trains from the newest checkpoint, or the beginning, to the last step."""
-    trainer.train()
+    trainer.train(then_ends=True)
 
 
 def evaluate(trainer: Trainer, options: argparse.Namespace) -> None:
@@ -149,9 +153,17 @@ def evaluate(trainer: Trainer, options: argparse.Namespace) -> None:
 
 
 def generate(trainer: Trainer, options: argparse.Namespace) -> None:
-    """Prints one JSON line per prompt, with its completions; with ``--stream`` the text of one, as it grows."""
+    """Prints one JSON line per prompt, with its completions; with ``--stream`` the text of one, as it grows; with
+    ``--chat`` the answers to the turns of one conversation."""
+    from jaxrl_llm import processes
+
     restore_or_say(trainer)
     prompts = read_prompts(options)
+    processes.require_equal({"the prompts": prompts})
+    if options.chat:
+        chat(trainer, prompts or typed_turns())
+        trainer.close()
+        return
     if options.stream:
         trainer.generate(prompts, on_text=lambda prompt, sample, text: say(text, end="", flush=True))
         say()
@@ -160,6 +172,37 @@ def generate(trainer: Trainer, options: argparse.Namespace) -> None:
     for prompt, completions in zip(prompts, trainer.generate(prompts), strict=True):
         say(json.dumps({"prompt": prompt, "completions": completions}, ensure_ascii=False))
     trainer.close()
+
+
+def chat(trainer: Trainer, turns: Iterable[str]) -> None:
+    """Prints the answer to each turn of a conversation, as it grows."""
+    from jaxrl_llm.conversation import Chat
+
+    conversation = Chat(trainer)
+    for turn in turns:
+        conversation.say(turn, on_text=lambda text: say(text, end="", flush=True))
+        say()
+
+
+def typed_turns() -> Iterator[str]:
+    """The lines of standard input until it ends, empty ones left out; a person is shown where to type.
+
+    Raises:
+      UserError: a line is longer than `LINE_CHARACTERS`.
+    """
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline(LINE_CHARACTERS + 1)
+        if len(line) > LINE_CHARACTERS:
+            raise UserError(f"A turn is a line of at most {LINE_CHARACTERS:,} characters; this one goes on.")
+        if line.strip():
+            yield line.rstrip("\r\n")
+        elif not line:
+            return
+
+
+LINE_CHARACTERS = 100_000
 
 
 def export(trainer: Trainer, options: argparse.Namespace) -> None:
@@ -197,6 +240,11 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompt", action="append", default=[], help="generate: a prompt; may be repeated")
     parser.add_argument("--prompts_file", type=_path, help="generate: a file with one prompt per line")
     parser.add_argument("--stream", action="store_true", help="generate: print the text of one completion as it grows")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="generate: the prompts are turns of one conversation; without prompts, lines of standard input are",
+    )
     parser.add_argument("--output", type=_path, help="export: the folder to write")
     parser.add_argument("--overwrite", action="store_true", help="export: replace what the folder holds")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no cluster says it")
@@ -230,8 +278,12 @@ def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
         raise UserError("data.train is empty: set it to the training rows (.jsonl, .parquet, builtin:NAME/SPLIT …).")
     if options.command == "eval" and not config.data.eval:
         raise UserError("data.eval is empty: set it to the evaluation rows (.jsonl, .parquet, builtin:NAME/SPLIT …).")
-    if options.command == "generate" and not read_prompts(options):
-        raise UserError("generate needs a prompt: give --prompt TEXT (may be repeated) or --prompts_file FILE.")
+    if options.command == "generate" and not options.chat and not read_prompts(options):
+        raise UserError(
+            "generate needs a prompt: give --prompt TEXT (may be repeated), --prompts_file FILE, or --chat to type."
+        )
+    if options.chat and (options.command != "generate" or options.stream):
+        raise UserError("--chat is for generate alone, and streams by itself: leave --stream or the other command out.")
     if options.command == "generate":
         from jaxrl_llm.algorithms import find_algorithm
 
@@ -244,10 +296,20 @@ def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
         )
     if options.command == "export" and not options.output:
         raise UserError("export needs --output FOLDER.")
-    if options.command == "export":
-        from jaxrl_llm.models.export import export_target
 
-        export_target(options.output, overwrite=options.overwrite)
+
+def require_export_target(options: argparse.Namespace) -> None:
+    """Refuses a folder that can't be exported to, on all processes; process 0 alone looks, since it alone writes.
+
+    Raises:
+      UserError: see `models.export.export_target`.
+    """
+    from jaxrl_llm import processes
+    from jaxrl_llm.models.export import export_target
+
+    with processes.agreement():
+        if processes.is_first():
+            export_target(options.output, overwrite=options.overwrite)
 
 
 def read_prompts(options: argparse.Namespace) -> list[str]:

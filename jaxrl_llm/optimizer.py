@@ -16,7 +16,9 @@ def learning_rate(config: OptimizerConfig, total_updates: int) -> optax.Schedule
     """Learning rate of update k (from 0): linear warm-up from ``peak / warmup_steps``, then constant,
     cosine or linear decay.
 
-    The decay ends at ``final_fraction`` of the peak with update `total_updates`.
+    The decay ends at ``final_fraction`` of the peak with update `total_updates`. Each role counts its own updates: a
+    policy that rests while its critic warms up begins its warm-up afterwards, as in verl, and its decay ends with its
+    last update (verl's, given the steps of the whole run, ends earlier on its curve).
     """
     peak, warmup = config.learning_rate, config.warmup_steps
     rest = max(total_updates - warmup, 1)

@@ -9,7 +9,7 @@ exchange. A run of one process exchanges nothing, and starts no device for it.
 from __future__ import annotations
 
 import contextlib
-import pickle
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     import jax
 
 T = TypeVar("T")
+
+PLAIN = (type(None), bool, int, float, str)
+ERRORS = {"UserError": UserError, "RunStopped": RunStopped}
+"""Those that keep their kind on the way; any other is a RuntimeError elsewhere."""
 
 SMALLEST_MESSAGE = 1024  # bytes; longer ones are padded to powers of two, so that few programs are compiled
 
@@ -49,7 +53,10 @@ def share(size: int) -> range:
 
 
 def exchange(work: Callable[[], T]) -> list[T]:
-    """What ``work`` returns on each process, by process, to all of them; a value that can be pickled.
+    """What ``work`` returns on each process, by process, to all of them.
+
+    It travels as JSON: None, bool, int, float (to the last bit; also NaN and the infinities), str, lists, and dicts by
+    text. Anything else is a TypeError.
 
     Raises:
       Exception: what ``work`` raised here, or what it raised elsewhere: UserError and RunStopped as such, anything else
@@ -59,18 +66,18 @@ def exchange(work: Callable[[], T]) -> list[T]:
         return [work()]
     own: Exception | None = None
     try:
-        message = pickle.dumps((None, work()))
+        message = _encode({"value": work()})
     except Exception as error:  # noqa: BLE001 - whatever it is, the others wait to hear of it
         own = error
-        message = pickle.dumps((_told(error), None))
-    found = [pickle.loads(one) for one in _gather(message)]
+        message = _encode({"error": _told(error)})
+    found = [json.loads(one) for one in _gather(message)]
     if own is not None:
         raise own
-    for process, (problem, _) in enumerate(found):
-        if problem is not None:
-            kind, text = problem
-            raise kind(f"Process {process}: {text}")
-    return [value for _, value in found]
+    for process, told in enumerate(found):
+        if "error" in told:
+            kind, text = told["error"]
+            raise ERRORS.get(kind, RuntimeError)(f"Process {process}: {text}")
+    return [told["value"] for told in found]
 
 
 @contextlib.contextmanager
@@ -145,11 +152,31 @@ def _joined_jax() -> Any:
     return jax if jax is not None and jax.distributed.is_initialized() else None
 
 
-def _told(error: Exception) -> tuple[type[Exception], str]:
-    for kind in (UserError, RunStopped):
+def _told(error: Exception) -> list[str]:
+    """The kind of an error, as the others raise it, and its text."""
+    for name, kind in ERRORS.items():
         if isinstance(error, kind):
-            return kind, str(error)
-    return RuntimeError, f"{type(error).__name__}: {error}"
+            return [name, str(error)]
+    return ["", f"{type(error).__name__}: {error}"]
+
+
+def _encode(value: Any) -> bytes:
+    _require_plain(value)
+    return json.dumps(value, separators=(",", ":")).encode("ascii")
+
+
+def _require_plain(value: Any) -> None:
+    """Refuses what JSON would change without a word: tuples, numbers of numpy, dicts by numbers."""
+    if type(value) is dict:
+        for key, one in value.items():
+            if type(key) is not str:
+                raise TypeError(f"A dict by {key!r} can't be sent to other processes: its keys must be texts.")
+            _require_plain(one)
+    elif type(value) is list:
+        for one in value:
+            _require_plain(one)
+    elif type(value) not in PLAIN:
+        raise TypeError(f"{type(value).__name__} can't be sent to other processes: make plain values of it.")
 
 
 def _gather(message: bytes) -> list[bytes]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxrl_llm.algorithms.interface import Role
 from jaxrl_llm.config import HybridEngineConfig
@@ -61,7 +62,7 @@ class Residence:
 
     def rest(self, name: str, state: RoleState) -> RoleState:
         """The role between its uses: what is offloaded is copied to the host, and its device memory is free once the
-        caller drops `state`."""
+        caller drops `state`. Of one that a checkpoint gave (`template`) nothing passes through the devices."""
         section, settings = self.roles[name].section, self.config
         if (section == "reference" and settings.offload_reference) or (section == "critic" and settings.offload_critic):
             return dataclasses.replace(state, params=to_host(state.params), opt_state=to_host(state.opt_state))
@@ -81,8 +82,18 @@ class Residence:
         """All parameters of a resting role, on the devices; no copy of those that are there."""
         return dataclasses.replace(state, params=to_device(state.params), opt_state=None).whole
 
+    def saved(self, state: RoleState) -> RoleState:
+        """What a checkpoint holds of a resting role, each array in the memory where it rests; no base. A stack that is
+        split is whole in the host's memory, so that a checkpoint does not tell how its run was offloaded."""
+        return dataclasses.replace(state, params=_on_stacks(_join_on_host, state.params), base=None)
+
+    def template(self, state: RoleState) -> RoleState:
+        """The shapes of `saved`, with the shardings and memories to read a checkpoint into; nothing is copied."""
+        shapes = _on_stacks(_joined_shape, dataclasses.replace(state, base=None))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), shapes)
+
     def use(self, state: RoleState) -> RoleState:
-        """The whole resting role on the devices, for an update or a checkpoint."""
+        """The whole resting role on the devices, for an update."""
         return dataclasses.replace(state, params=to_device(state.params), opt_state=to_device(state.opt_state))
 
 
@@ -105,11 +116,15 @@ def to_host(tree: Any) -> Any:
 
 def to_device(tree: Any) -> Any:
     """The same arrays, with their shardings, on the devices; those that are there are handed on."""
-    return jax.tree.map(lambda leaf: _join(leaf) if _is_split(leaf) else _fetch(leaf), tree, is_leaf=_is_split)
+    return jax.tree.map(_fetch, _on_stacks(_join, tree))
 
 
 def split_stack(leaf: jax.Array, count: int) -> SplitStack:
-    """The first `count` layers of a stacked array to the host."""
+    """The first `count` layers of a stacked array to the host, and the others to the devices if they aren't there."""
+    if leaf.sharding.memory_kind == HOST:
+        device = _without_kind(leaf.sharding)
+        host = [_on_each_device(lambda part, at=at: part[at : at + 1], [leaf], leaf.sharding) for at in range(count)]
+        return SplitStack(tuple(host), _on_each_device(lambda part: part[count:], [leaf], device))
     *first, rest = _split_program(count, leaf.sharding)(leaf)
     return SplitStack(tuple(to_host(first)), rest)
 
@@ -127,12 +142,44 @@ def _is_split(leaf: Any) -> bool:
     return isinstance(leaf, SplitStack)
 
 
+def _on_stacks(work: Callable[[SplitStack], Any], tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: work(leaf) if _is_split(leaf) else leaf, tree, is_leaf=_is_split)
+
+
 def _fetch(leaf: jax.Array) -> jax.Array:
-    sharding = leaf.sharding
-    if sharding.memory_kind != HOST:
-        return leaf
+    return leaf if leaf.sharding.memory_kind != HOST else jax.device_put(leaf, _without_kind(leaf.sharding))
+
+
+def _without_kind(sharding: jax.sharding.Sharding) -> NamedSharding:
     assert isinstance(sharding, NamedSharding)
-    return jax.device_put(leaf, NamedSharding(sharding.mesh, sharding.spec))
+    return NamedSharding(sharding.mesh, sharding.spec)
+
+
+def _joined_shape(stack: SplitStack) -> jax.ShapeDtypeStruct:
+    layers, *rest = stack.device.shape
+    shape = (len(stack.host) + layers, *rest)
+    return jax.ShapeDtypeStruct(shape, stack.device.dtype, sharding=stack.device.sharding.with_memory_kind(HOST))
+
+
+def _join_on_host(stack: SplitStack) -> jax.Array:
+    sharding = stack.device.sharding.with_memory_kind(HOST)
+    return _on_each_device(lambda *parts: np.concatenate(parts), [*stack.host, stack.device], sharding)
+
+
+def _on_each_device(
+    work: Callable[..., np.ndarray], arrays: Sequence[jax.Array], sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """An array of what `work` makes, in the host, of each device's parts of arrays whose layers are on all devices."""
+    parts: dict[Any, list[np.ndarray]] = {}
+    for array in arrays:
+        for shard in array.addressable_shards:
+            parts.setdefault(shard.device, []).append(np.asarray(shard.data))
+    shards = [
+        jax.device_put(work(*found), SingleDeviceSharding(device, memory_kind=sharding.memory_kind))
+        for device, found in parts.items()
+    ]
+    layers = shards[0].shape[0]
+    return jax.make_array_from_single_device_arrays((layers, *arrays[0].shape[1:]), sharding, shards)
 
 
 def _join(stack: SplitStack) -> jax.Array:

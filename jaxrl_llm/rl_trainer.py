@@ -1,4 +1,4 @@
-"""`RLTrainer`: a trainer for notebooks and scripts that bring their own prompts."""
+"""`RLTrainer`: a trainer for notebooks and scripts that bring their own prompts and rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.algorithms import find_algorithm
+from jaxrl_llm.conversation import Chat
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.loading import load_config
 from jaxrl_llm.options import set_by_path
@@ -20,21 +20,58 @@ DEFAULT_PROMPT_TOKENS = 512
 
 
 class RLTrainer:
-    """Trains a model on prompts given step by step::
+    """Trains a model step by step, by any algorithm. One that generates takes prompts, and a reward::
 
-        trainer = RLTrainer(model="builtin:tiny_addition", reward=lambda prompt, completion, answer: ...)
+        trainer = RLTrainer(
+            "builtin:tiny_addition",
+            algo="grpo",
+            reward=lambda prompt, completion, answer: float(completion == answer),
+            rollout_len=8,
+            options={"optimizer.learning_rate": 1e-4},
+        )
         metrics, rollouts = trainer.step(["37+58=", "4+9="], answers=["95", "13"])
+
+    ``sft`` takes rows with completions, prompt and completion apart or as chats (``messages``)::
+
+        trainer = RLTrainer(
+            "builtin:tiny_addition", algo="sft", rollout_len=8, options={"optimizer.learning_rate": 1e-4}
+        )
+        examples = [{"prompt": "37+58=", "completion": "95"}, {"prompt": "4+9=", "completion": "13"}]
+        metrics, _ = trainer.step(examples)
+
+    ``dpo`` and ``reward_model`` take preferences::
+
+        trainer = RLTrainer(
+            "builtin:tiny_addition", algo="dpo", rollout_len=8, options={"optimizer.learning_rate": 1e-4}
+        )
+        examples = [
+            {"prompt": "37+58=", "chosen": "95", "rejected": "85"},
+            {"prompt": "4+9=", "chosen": "13", "rejected": "3"},
+        ]
+        metrics, _ = trainer.step(examples)
+
+    ``kto`` takes completions with a label, true where it is desirable::
+
+        trainer = RLTrainer(
+            "builtin:tiny_addition", algo="kto", rollout_len=8, options={"optimizer.learning_rate": 1e-4}
+        )
+        examples = [
+            {"prompt": "37+58=", "completion": "95", "label": True},
+            {"prompt": "4+9=", "completion": "3", "label": False},
+        ]
+        metrics, _ = trainer.step(examples)
 
     Args:
       model: Hugging Face folder, hub id, ``.gguf`` file, ``package:NAME`` or ``builtin:NAME``.
       tokenizer: a path like `model`'s, or a tokenizer; None takes the model's own.
-      algo: a name in `jaxrl_llm.algorithms.ALGORITHMS` that generates.
+      algo: a name in `jaxrl_llm.algorithms.ALGORITHMS`, or ``path.py:its_name`` of an algorithm of your own.
       reward: ``f(prompt, completion, answer, **metadata) -> float`` per sample, TRL's batched form
         ``f(prompts, completions, **columns) -> list``, a dict of such functions by name (summed),
         or a name of a built-in one. It runs in worker processes, which bounds its time; what it prints or changes
-        stays there. Needed by every algorithm that generates.
-      train_batch_size: prompts of one optimizer update; a call of `step` may have any number of prompts.
-      rollout_len: longest completion, in tokens.
+        stays there. Needed by every algorithm that generates and learns from scores.
+      train_batch_size: prompts or rows of one optimizer update; a call of `step` may have any number (``kto``: at most
+        so many).
+      rollout_len: longest completion, in tokens, the end of sequence included.
       workdir: folder for checkpoints and metrics; None keeps nothing.
       options: any other option by its full name, such as ``{"optimizer.learning_rate": 3e-4}``.
 
@@ -77,12 +114,6 @@ class RLTrainer:
         for name, value in (options or {}).items():
             set_by_path(plain, name, value)
         resolved = configs.resolve(plain)
-        if not find_algorithm(resolved.algorithm.name).generates:
-            raise UserError(
-                f"algo={algo!r} learns from completions that its data holds, and RLTrainer brings prompts alone: "
-                "choose one that generates, such as 'grpo' or 'ppo', or run this one with `python -m jaxrl_llm.main` "
-                f"and data.train (configs/tiny_{algo}.py shows how)."
-            )
         self.trainer = Trainer(
             resolved,
             workdir,
@@ -92,29 +123,45 @@ class RLTrainer:
         self.trainer.restore()
 
     def step(self, prompts: Sequence[Any], answers: Sequence[Any] | None = None) -> tuple[dict[str, float], Rollouts]:
-        """Generates, scores and learns from `prompts` (text or chat messages), once.
+        """Learns from `prompts`, once: generates and scores them first, where the algorithm does.
+
+        Args:
+          prompts: text or chat messages; for ``sft``, ``dpo``, ``kto`` and ``reward_model`` rows, dicts by TRL's
+            columns: see the class.
+          answers: one for each prompt, for the reward.
 
         Returns:
           The step's metrics by name and its rollouts (texts, token ids, rewards, components).
 
         Raises:
-          UserError: a prompt is empty or too long.
+          UserError: a prompt is empty or too long, a row lacks a column.
           RunStopped: the step computed something that is not finite, or decoder and trainer disagree.
         """
-        metrics, rollouts = self.trainer.step(self.trainer.examples(prompts, answers))
+        algorithm = self.trainer.algorithm
+        if algorithm.data == "prompt":
+            examples = self.trainer.examples(prompts, answers)
+        elif answers is None:
+            examples = self.trainer.examples_of_rows(prompts)
+        else:
+            raise UserError(f"answers go with prompts, and {algorithm.name} learns from rows: leave answers out.")
+        metrics, rollouts = self.trainer.step(examples)
         self.trainer.log.write(self.trainer.step_index, metrics, rollouts)
         return metrics, rollouts
 
     def generate(self, prompts: Sequence[Any]) -> list[list[str]]:
-        """`rollout.samples_per_prompt` completions of each prompt under the current parameters."""
+        """`rollout.samples_per_prompt` completions of each prompt (never rows) under the current parameters."""
         return self.trainer.generate(prompts)
+
+    def chat(self) -> Chat:
+        """A conversation with the current policy; after a `step` it goes on with the new one."""
+        return Chat(self.trainer)
 
     def save(self) -> None:
         """Saves a checkpoint into `workdir`; the same `RLTrainer` call continues from it."""
         self.trainer.save({})
 
     def export(self, folder: str | pathlib.Path, *, overwrite: bool = False) -> None:
-        """Writes the current policy as a Hugging Face folder."""
+        """Writes the current model as a Hugging Face folder, a reward model as a classifier."""
         self.trainer.export(folder, overwrite=overwrite)
 
     def close(self) -> None:

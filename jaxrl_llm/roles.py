@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm import processes, update
 from jaxrl_llm.algorithms.interface import Algorithm, Role
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoint import Checkpoints, holds_checkpoints
 from jaxrl_llm.config import RunConfig, longest_sequence
 from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.errors import UserError
@@ -83,8 +83,9 @@ class RoleBuilder:
 
     Args:
       dtype: of compute.
-      total_updates: of the policy's optimizer over the run, for its schedule.
+      total_steps: of the run, for the schedules.
       read_only: only what writes answers is made, without an optimizer.
+      rest: brings a role that was made to where it stays, before the next is made: `Residence.rest`.
       sources: by role, the step of the checkpoint of another run that it was read from before; a role that is not in
         it takes the newest one.
 
@@ -98,16 +99,18 @@ class RoleBuilder:
         algorithm: Algorithm,
         groups: DeviceGroups,
         dtype: Any,
-        total_updates: int,
+        total_steps: int,
         *,
         read_only: bool = False,
+        rest: Callable[[str, RoleState], RoleState] = lambda name, state: state,
         sources: Mapping[str, int] | None = None,
     ):
+        self._rest = rest
         self.sources = dict(sources or {})
         self.config, self.algorithm, self.groups, self.dtype = config, algorithm, groups, dtype
         self.mesh = groups.policy
         self.options = config.algorithm.options
-        self.total_updates, self.read_only = total_updates, read_only
+        self.total_steps, self.read_only = total_steps, read_only
         tensor_sizes = [mesh.shape["tensor"] for mesh in groups.meshes]
         self.multiple = math.lcm(VOCABULARY_MULTIPLE, *tensor_sizes, config.rollout.tensor or 1)
         model = config.model
@@ -115,7 +118,7 @@ class RoleBuilder:
         self.lora = Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets)) if model.lora_rank else None
 
     def build(self) -> tuple[dict[str, Model], dict[str, RoleState]]:
-        """Every role's model and state.
+        """Every role's model and resting state.
 
         Raises:
           UserError: a path is not a model, or models don't fit together.
@@ -145,7 +148,9 @@ class RoleBuilder:
         states: dict[str, RoleState] = {}
         # The main role takes the first parameters over, so the others copy them before.
         for role in sorted(roles, key=lambda role: role == main):
-            models[role.name], states[role.name] = self._make(role, models, last=role == main)
+            models[role.name], state = self._make(role, models, last=role == main)
+            states[role.name] = self._rest(role.name, state)
+            del state  # what rests in the host's memory is free on the devices from here
         del self.start, self._bases
         return models, states
 
@@ -175,7 +180,8 @@ class RoleBuilder:
             return Model(role, forward, None, saved=own or role.trained, mesh=mesh), RoleState(params, base=base)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
         settings = self.config.critic.optimizer if role.section == "critic" else self.config.optimizer
-        transformation = optimizers.make_optimizer(settings, self.total_updates)
+        steps = max(self.total_steps - self.algorithm.rests(self.options, self.config, role), 0)
+        transformation = optimizers.make_optimizer(settings, steps * updates_per_step(self.config))
         state, state_shardings = self._first_state(params, transformation, shardings, mesh)
         program = update.make_update(
             forward,
@@ -277,7 +283,7 @@ class RoleBuilder:
 
     def _load(self, path: str, dtype: Any, role: Role) -> tuple[Decoder, Params]:
         mesh = self.groups.mesh(role.section)
-        if role.head == "tokens" and pathlib.Path(path, "checkpoints").is_dir():
+        if role.head == "tokens" and holds_checkpoints(path):
             template = jax.tree.map(
                 lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
                 self.start,
@@ -313,6 +319,11 @@ class RoleBuilder:
                 f"{self.decoder.config.vocab_size}: it must read the policy's tokens. Give a model of its family."
             )
         return decoder, params
+
+
+def updates_per_step(config: RunConfig) -> int:
+    """Updates of a trained role in a step, of a full batch."""
+    return -(-config.train_batch_size // config.training.mini_batch_size) * config.training.epochs
 
 
 def pack_lengths(config: RunConfig, algorithm: Algorithm) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from jaxrl_llm.decoding.engine import Engine, OnText
 from jaxrl_llm.decoding.request import Request, SamplingParams, sample_seeds
 from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.errors import RunStopped
-from jaxrl_llm.hybrid_engine import HybridEngine
+from jaxrl_llm.hybrid_engine import HeldParams, HybridEngine
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.observability.timing import PhaseTimer
 from jaxrl_llm.observability.watchdog import seen
@@ -56,6 +56,7 @@ class Rollout:
             tokenizer,
         )
         self._make_scorer = make_scorer
+        self._kept: HeldParams | None = None
 
     @functools.cached_property
     def hybrid_engine(self) -> HybridEngine:
@@ -90,16 +91,17 @@ class Rollout:
     @functools.cached_property
     def reward_model(self) -> ModelScorer:
         settings = self.config.reward_model
-        return ModelScorer(
-            settings.path,
-            max_tokens=settings.max_tokens,
-            batch_tokens=settings.batch_tokens,
-            template=settings.template,
-            output=settings.output,
-            label=None if settings.label < 0 else settings.label,
-            dtype=self.dtype,
-            mesh=self.groups.mesh("reward_model"),
-        )
+        with processes.agreement():  # each process reads the files itself
+            return ModelScorer(
+                settings.path,
+                max_tokens=settings.max_tokens,
+                batch_tokens=settings.batch_tokens,
+                template=settings.template,
+                output=settings.output,
+                label=None if settings.label < 0 else settings.label,
+                dtype=self.dtype,
+                mesh=self.groups.mesh("reward_model"),
+            )
 
     def complete(
         self,
@@ -112,15 +114,19 @@ class Rollout:
         draw: int = 0,
         timer: PhaseTimer | None = None,
         on_text: OnText | None = None,
+        keep: bool = False,
     ) -> list[list[Completion]]:
         """Completions of each prompt, from parameters in the training layout.
 
         Args:
-          params: kept; nothing of them is held when this returns.
+          params: kept; nothing of them is held when this returns, but where ``keep`` says so.
           step: with the seed, the prompt, the sample and the position, it fixes the randomness.
           samples, temperature: in place of the configured ones (evaluation).
           draw: another number draws other samples.
           on_text: see `Engine.generate`.
+          keep: whether the parameters in the generation layout and the cache stay, for the next call with the very same
+            ``params`` and ``keep``: its prompts that go on where these sequences end compute only what is new. Must be
+            let go (`forget`) before ``params`` are donated, as both layouts may share buffers.
         """
         timer = timer or PhaseTimer()
         rollout = self.config.rollout
@@ -144,12 +150,30 @@ class Rollout:
             for example in examples
         ]
         with timer("layout"):
-            generation_params = self.hybrid_engine.to_generation(params)
+            generation_params = self._generation_params(params, keep)
         with timer("generation"):
-            completions = self.engine.generate(generation_params, requests, on_text=on_text, progress=_tell_watchdog)
-            if self.config.hybrid_engine.kv_cache_policy == "dynamic":
+            completions = self.engine.generate(
+                generation_params, requests, reuse=keep, on_text=on_text, progress=_tell_watchdog
+            )
+            if self.config.hybrid_engine.kv_cache_policy == "dynamic" and not keep:
                 self.engine.release()
         return completions
+
+    def _generation_params(self, params: Params, keep: bool) -> Params:
+        if keep and self._kept is not None and self._kept.is_of(params):
+            return self._kept.generation
+        self.forget()
+        made = self.hybrid_engine.to_generation(params)
+        if keep:
+            self._kept = HeldParams.of(params, made)
+        return made
+
+    def forget(self) -> None:
+        """Lets go of what `complete` was asked to keep."""
+        if self._kept is not None:
+            self._kept = None
+            if self.config.hybrid_engine.kv_cache_policy == "dynamic":
+                self.engine.release()
 
     def rollouts(
         self,
@@ -186,7 +210,7 @@ class Rollout:
                 np.mean([completion.finish_reason == "length" for completion in completions])
             ),
             "perf/generation_tokens_per_s": float(lengths.sum()) / seconds,
-            "perf/host_fraction": self.engine.stats.host_s / max(self.engine.stats.seconds, 1e-9),
+            "perf/host_fraction": self.engine.stats.host_fraction,
         }
         change = self.hybrid_engine.last
         if change is not None:

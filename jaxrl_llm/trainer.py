@@ -17,7 +17,7 @@ import pathlib
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,10 +31,11 @@ from jaxrl_llm import evaluate, packing, processes, update
 from jaxrl_llm.algorithms import find_algorithm
 from jaxrl_llm.algorithms.interface import Sequences, by_role
 from jaxrl_llm.apart_teacher import ApartTeacher
-from jaxrl_llm.checkpoint import Checkpoints
+from jaxrl_llm.checkpoint import Checkpoints, holds_checkpoints
 from jaxrl_llm.config import RunConfig
+from jaxrl_llm.data.columns import WANTED
 from jaxrl_llm.data.dataset import PromptData
-from jaxrl_llm.data.examples import fingerprint, load_examples
+from jaxrl_llm.data.examples import encode_rows, fingerprint, load_examples
 from jaxrl_llm.data.prompts import encode_all, require_eos
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.engine import OnText
@@ -89,33 +90,46 @@ class Trainer:
         self.groups = DeviceGroups.of(config, devices)
         self.mesh = self.groups.policy
         self.read_only = read_only
+        with contextlib.ExitStack() as opened:  # closed if anything below fails: a notebook goes on after the error
+            self._set_up(workdir, rewards, tokenizer, opened)
+            opened.pop_all()
+
+    def _set_up(
+        self,
+        workdir: pathlib.Path | str | None,
+        rewards: dict[str, Callable[..., Any]] | None,
+        tokenizer: PreTrainedTokenizerBase | None,
+        opened: contextlib.ExitStack,
+    ) -> None:
+        """All that `__init__` makes; what must be closed is in `opened` as soon as it is there."""
+        config, read_only = self.config, self.read_only
         with processes.agreement():
-            self._read_inputs(workdir, rewards, tokenizer)
+            self._read_inputs(workdir, rewards, tokenizer, opened)
         if processes.count() > 1:
             processes.require_equal(self._identity())
             with processes.agreement():
                 self._require_shared(workdir)
         self.dtype = _compute_dtype(config.dtype, self.mesh)
         self.checkpoints = None
-        if workdir is not None and (not read_only or pathlib.Path(workdir, "checkpoints").is_dir()):
+        if workdir is not None and (not read_only or holds_checkpoints(workdir)):
             self.checkpoints = Checkpoints(pathlib.Path(workdir), config.checkpoint, read_only=read_only)
-        updates = _updates_per_step(config) * self.total_steps
+            opened.callback(self.checkpoints.close)
         before = self.checkpoints.read_host() if self.checkpoints is not None and not read_only else {}
+        roles = {role.name: role for role in self.algorithm.roles(self.options)}
+        self.residence = Residence(config.hybrid_engine, roles, self.mesh)
         builder = RoleBuilder(
             config,
             self.algorithm,
             self.groups,
             self.dtype,
-            updates,
+            self.total_steps,
             read_only=read_only,
+            rest=self.residence.rest,
             sources=before.get("sources"),
         )
         self.models, self.roles = builder.build()
         self.sources = builder.sources
         self.main = self.algorithm.main_role(self.options).name
-        roles = {name: model.role for name, model in self.models.items()}
-        self.residence = Residence(config.hybrid_engine, roles, self.mesh)
-        self.roles = {name: self.residence.rest(name, state) for name, state in self.roles.items()}
         self.decoder = self.models[self.main].decoder
         self.memory = self.algorithm.init(self.options)
         self.step_index = 0
@@ -130,9 +144,11 @@ class Trainer:
         }
         self.teacher = self._apart_teacher()
         self.rollout = Rollout(config, self.decoder, self.groups, self.dtype, self.tokenizer, self._scorer)
+        opened.callback(self.rollout.close)
         if config.reward_model.path and not read_only:
             _ = self.rollout.reward_model  # one that can't be read is an error now, not after a rollout
         self.log = RunLog(None if self.workdir is None else self.workdir.path)
+        opened.callback(self.log.close)
         self._preempted = threading.Event()
 
     def _read_inputs(
@@ -140,6 +156,7 @@ class Trainer:
         workdir: pathlib.Path | str | None,
         rewards: dict[str, Callable[..., Any]] | None,
         tokenizer: PreTrainedTokenizerBase | None,
+        opened: contextlib.ExitStack,
     ) -> None:
         """Everything that needs no weights and no device: reads and checks it, then claims the folder."""
         config, read_only = self.config, self.read_only
@@ -167,14 +184,19 @@ class Trainer:
         self.workdir = None
         if workdir is not None and not read_only and processes.is_first():
             self.workdir = Workdir(workdir, config)
+            opened.callback(self.workdir.close)
         self._scorer = functools.partial(RewardRunner, config.rewards, config.reward_runner, extra=rewards)
         if config.rewards and self.algorithm.generates and not read_only:
             self._scorer().close()  # a reward that can't be found or started is an error now, not after a rollout
 
     # --- the loop ---------------------------------------------------------------------------------------------
 
-    def train(self) -> dict[str, float]:
+    def train(self, *, then_ends: bool = False) -> dict[str, float]:
         """Runs from the newest checkpoint to the last step; returns the last metrics.
+
+        Args:
+          then_ends: the program does nothing after it but end. Each of several processes then ignores SIGTERM from
+            there on: the others wait for it at the end, and nothing is left to save.
 
         Raises:
           RunStopped: a step failed its checks (`_check`); nothing of it was saved.
@@ -193,7 +215,7 @@ class Trainer:
             )
         metrics: dict[str, float] = {}
         with (
-            self._sigterm(),  # outermost: closing waits for the last save
+            self._sigterm(then_ends),  # outermost: closing waits for the last save
             contextlib.closing(self),
             self.log.progress(self.total_steps, self.step_index),
         ):
@@ -238,6 +260,7 @@ class Trainer:
         Raises:
           RunStopped: see `_check`.
         """
+        self.rollout.forget()  # what a conversation kept may share buffers with parameters that an update donates
         timer = PhaseTimer()
         context = StepContext(self, timer)
         with step_profile(self.step_index + 1, self._profile_folder(self.step_index + 1)):
@@ -463,6 +486,31 @@ class Trainer:
             for row, (text, ids) in enumerate(zip(texts, encoded, strict=True))
         ]
 
+    def examples_of_rows(self, rows: Sequence[Any]) -> list[Example]:
+        """Rows of an algorithm that learns from completions (`Algorithm.data`), encoded like those of a file.
+
+        Args:
+          rows: dicts with the columns that a file would have.
+
+        Raises:
+          UserError: there is no row, one is no dict, lacks a column, or is too long.
+        """
+        name, wanted = self.algorithm.name, WANTED[self.algorithm.data]
+        if isinstance(rows, str | Mapping) or len(rows) == 0:
+            raise UserError(f"The examples are {rows!r:.80}; give a list of rows, dicts with {wanted}.")
+        for index, row in enumerate(rows):
+            if not isinstance(row, Mapping):
+                raise UserError(f"Example {index} is {row!r:.80}; {name} learns from rows, dicts with {wanted}.")
+        examples = encode_rows(
+            self.config.data,
+            self.tokenizer,
+            [dict(row) for row in rows],
+            max_response_tokens=None if self.algorithm.generates else self.config.rollout.max_new_tokens,
+            kind=self.algorithm.data,
+        )
+        epoch = self.step_index
+        return [dataclasses.replace(one, uid=f"{one.row}@{epoch}", epoch=epoch) for one in examples]
+
     def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:
         """Writes the policy as a Hugging Face folder, a reward model as a classifier: `models.export.export_model`,
         `models.classifier.export_classifier`."""
@@ -488,36 +536,49 @@ class Trainer:
         self.checkpoints.save(self.step_index, self._saved(), host, metrics)
 
     def _saved(self) -> dict[str, RoleState]:
-        """What a checkpoint holds of the roles: not the base under adapters, nor a role read from its source again."""
-        return {
-            name: self.residence.use(dataclasses.replace(state, base=None))
-            for name, state in self.roles.items()
-            if self.models[name].saved
-        }
+        """What a checkpoint holds of the roles: not the base under adapters, nor a role read from its source again.
+        Nothing is copied to the devices for it."""
+        return {name: self.residence.saved(state) for name, state in self.roles.items() if self.models[name].saved}
 
     def restore(self, step: int | None = None) -> bool:
         """Continues from a checkpoint of the work folder, the newest by default; False if there is none.
 
+        Every array is read into the memory where it rests. Those that were there are let go first, so that there is
+        room; after a checkpoint that could not be read the roles hold nothing.
+
         Raises:
           UserError: the checkpoint is of another model, algorithm or data set, or is damaged.
         """
-        if self.checkpoints is None or self.checkpoints.latest_step() is None:
+        newest = None if self.checkpoints is None else self.checkpoints.newest()
+        if self.checkpoints is None or newest is None:
             return False
+        step = self.checkpoints.complete(newest if step is None else step)
         if self.read_only:
-            for name, state in self.roles.items():
-                whole = self.residence.use(state).params
-                self.step_index, params = self.checkpoints.restore_params(name, whole, step)
-                self.roles[name] = self.residence.rest(name, RoleState(params, base=state.base))
+            for name in self.roles:
+                template = self._let_go(name).params
+                self.step_index, params = self.checkpoints.restore_params(name, template, step)
+                self._take(name, RoleState(params))
             logger.info("the checkpoint after step %d of %s", self.step_index, self.checkpoints.directory)
             return True
-        restored = self.checkpoints.restore(self._saved(), step)
-        for name, state in restored.state.items():
-            self.roles[name] = self.residence.rest(name, dataclasses.replace(state, base=self.roles[name].base))
+        saved = [name for name, model in self.models.items() if model.saved]
+        restored = self.checkpoints.restore({name: self._let_go(name) for name in saved}, step)
+        for name in saved:
+            self._take(name, restored.state.pop(name))
         self.memory, self.step_index = restored.host["memory"], restored.step
         if self.data is not None and restored.host["data"] is not None:
             self.data.restore(restored.host["data"])
         logger.info("resumed from %s after step %d", self.checkpoints.directory, self.step_index)
         return True
+
+    def _let_go(self, name: str) -> RoleState:
+        """Frees what a checkpoint holds of a role; returns the shapes and places to read it into."""
+        template = self.residence.template(self.roles[name])
+        self.roles[name] = RoleState({}, base=self.roles[name].base)
+        return template
+
+    def _take(self, name: str, state: RoleState) -> None:
+        """A role as a checkpoint gave it."""
+        self.roles[name] = self.residence.rest(name, dataclasses.replace(state, base=self.roles[name].base))
 
     def close(self) -> None:
         """Waits for background saves and ends the reward workers."""
@@ -572,7 +633,7 @@ class Trainer:
         }
 
     @contextlib.contextmanager
-    def _sigterm(self) -> Iterator[None]:
+    def _sigterm(self, then_ends: bool) -> Iterator[None]:
         """While training, SIGTERM asks for a save after the step in progress. Only the main thread can listen."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -585,8 +646,8 @@ class Trainer:
         previous = signal.signal(signal.SIGTERM, stop)
         try:
             yield
-        finally:
-            signal.signal(signal.SIGTERM, previous)
+        finally:  # without a moment in between, in which one process would end and leave the others waiting
+            signal.signal(signal.SIGTERM, signal.SIG_IGN if then_ends and processes.count() > 1 else previous)
 
     def _check(self, metrics: dict[str, float], rollouts: Rollouts) -> None:
         """Stops a run that computes nonsense: before it is saved, but with its metrics and samples written.
@@ -696,10 +757,6 @@ def _compute_dtype(name: str, mesh: jax.sharding.Mesh) -> Any:
         before_ampere = str(getattr(device, "compute_capability", "")).split(".")[0] in ("5", "6", "7")
         name = "float32" if device.platform == "cpu" or before_ampere else "bfloat16"
     return jnp.dtype(name)
-
-
-def _updates_per_step(config: RunConfig) -> int:
-    return -(-config.train_batch_size // config.training.mini_batch_size) * config.training.epochs
 
 
 def _due(every: int, step: int) -> bool:

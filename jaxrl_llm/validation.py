@@ -105,13 +105,14 @@ def _batch_conflicts(config: RunConfig) -> Iterator[Problem]:
             "them "
             "must be positive, the other 0, since each says how long the run is.",
         )
-    updates = config.num_steps * (batch // mini if mini else 1) * config.training.epochs
+    entry, options = _algorithm(config.algorithm.name), config.algorithm.options
+    steps = max(config.num_steps - entry.rests(options, config, entry.main_role(options)), 0)
+    updates = steps * (batch // mini if mini else 1) * config.training.epochs
     if config.num_steps and config.optimizer.warmup_steps > updates:
         yield (
             "warning",
             f"optimizer.warmup_steps = {config.optimizer.warmup_steps} is more than the {updates} updates of "
-            "this "
-            "run: the learning rate never reaches optimizer.learning_rate.",
+            "this run: the learning rate never reaches optimizer.learning_rate.",
         )
 
 

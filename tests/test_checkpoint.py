@@ -1,8 +1,10 @@
 """Checkpoints: as saved, the last ones and the best, and never named before they are complete."""
 
 import functools
+import os
 import pathlib
 import resource
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -135,6 +137,23 @@ def test_a_save_that_fails_stops_the_run_with_what_is_kept(checkpoints, monkeypa
         checkpoints.save(2, make_state(2.0), {}, {})
         checkpoints.wait()
     monkeypatch.undo()
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_before_the_first_step(tmp_path, monkeypatch):
+    """A file or a link to nowhere in its place, no rights to it. Caught: orbax's traceback, or a step whose save then
+    fails; threads of its that are left behind and may hold the program's end."""
+    before = set(threading.enumerate())
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file" / "checkpoints").touch()
+    (tmp_path / "link").mkdir()
+    (tmp_path / "link" / "checkpoints").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(UserError, match=rf"{name}/checkpoints: .* can't be made \(File exists\)\. Move away"):
+            Checkpoints(tmp_path / name, CheckpointConfig())
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(UserError, match="for want of rights"):
+        Checkpoints(tmp_path / "closed", CheckpointConfig())
+    assert set(threading.enumerate()) == before
 
 
 def test_an_unfinished_save_is_not_a_checkpoint(tmp_path):

@@ -463,7 +463,7 @@ def test_the_mesh_must_divide_the_sizes_that_it_splits(mesh: dict, sizes: dict, 
     ],
 )
 def test_stages_must_divide_the_layers(stages: int, repeats: int, layers: int, words: list[str]):
-    """Against: the pieces of an interleaved schedule not counted."""
+    """Caught: the pieces of an interleaved schedule not counted."""
     config = resolve(make(mesh__pipeline=stages, mesh__fsdp=1, training__pipeline_repeats=repeats), stages)
     if not words:
         configs.check_against_model(config, model(num_layers=layers), Tokenizer())
@@ -576,6 +576,14 @@ def test_weights_of_8_bits_are_bounded_only_on_request_and_warned_of(caplog: pyt
         resolve(make())
     assert not caplog.text
     assert "rollout.weight_dtype" in refusal(make(rollout__weight_dtype="int4"))
+
+
+def test_a_sampler_of_8_bits_is_compared_with_the_policy():
+    """The metrics of the rollout correction, and not its weights. Caught: told for exact weights too; weights as
+    well."""
+    options = resolve(make(rollout__weight_dtype="int8")).algorithm.options
+    assert options.rollout_metrics and options.rollout_is == "none"
+    assert not resolve(make()).algorithm.options.rollout_metrics
 
 
 # --- files and the command line -----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class Recorder:
     def __init__(self, config, workdir, *, read_only):
         self.calls.append(("init", config, workdir, read_only))
 
-    def train(self):
+    def train(self, *, then_ends):
         if self.error:
             raise self.error
         self.calls.append(("train",))
@@ -145,6 +145,9 @@ def test_stream_prints_the_text_as_it_grows(file: str, capsys):
         (["generate", "--prompts_file", "nowhere.txt"], "no such file"),
         (["generate", "--prompt", "a", "--config.algorithm.name=reward_model"], "scores texts and writes none"),
         (["generate", "--stream", "--prompt", "a", "--prompt", "b"], "this makes 2 x"),
+        (["--chat"], "--chat is for generate alone"),
+        (["generate", "--chat", "--stream", "--prompt", "a"], "leave --stream or the other command out"),
+        (["generate", "--chat", "--coordinator=h:1", "--processes=2", "--process=0"], "standard input of one process"),
         (["export"], "export needs --output"),
     ],
 )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.metadata
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
 import zipfile
+
+import pytest
 
 import jaxrl_llm
 
@@ -48,6 +51,17 @@ def test_the_wheel_holds_exactly_the_two_packages_and_the_assets(tmp_path: pathl
         files = {f"{package}/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_file()}
         missing = {name for name in files if "__pycache__" not in name} - set(names)
         assert not missing, f"not in the wheel: {sorted(missing)}"
+
+
+def test_only_a_notebooks_reward_function_is_pickled():
+    """It goes to workers of this process. What other processes and files say is read as JSON, numbers and texts."""
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for folder in ("jaxrl_llm", "kernels")
+        for path in (ROOT / folder).rglob("*.py")
+        if re.search(r"^\s*(import|from) (pickle|cloudpickle|dill|marshal|shelve)\b", path.read_text(), re.MULTILINE)
+    }
+    assert users == {"jaxrl_llm/rewards/pool.py", "jaxrl_llm/rewards/worker.py"}
 
 
 def test_importing_the_packages_imports_no_jax():
@@ -105,3 +119,24 @@ def test_available_backends_are_measured(monkeypatch):
     assert found["attention"]["wrong"].startswith("differs from the reference")
     assert found["attention"]["unable"] == "ValueError: needs a GPU"
     assert found["host_offload"] == {"pinned_host": True, "unpinned_host": True}
+
+
+@pytest.mark.parametrize(("error", "told"), [(0.0, True), (0.1, "differs from the reference by")])
+def test_the_hopper_kernel_is_tried_in_the_dtype_that_it_takes(monkeypatch, error, told):
+    """As on an H200, with the reference in the kernel's place behind its own checks. Caught: float32, which it refuses;
+    one that is wrong by more than bfloat16's rounding reported as available."""
+    from jaxrl_kernels.device import Device
+    from jaxrl_kernels.paged_attention import api, pallas_mosaic, reference
+
+    dtypes = []
+
+    def kernel(q, *arrays, num_cores, **options):
+        dtypes.append(q.dtype.name)
+        assert pallas_mosaic.why_not_shape(q.dtype, q.shape[-1], arrays[0].shape[1]) is None
+        return reference.paged_attention(q, *arrays, **options) + error
+
+    monkeypatch.setattr(api, "target_device", lambda: Device("gpu", "NVIDIA H200", (9, 0), 132))
+    monkeypatch.setattr(api, "IMPLEMENTATIONS", {"reference": reference.paged_attention, "pallas_mosaic": kernel})
+    found = jaxrl_llm.get_available_backends()["attention"]["pallas_mosaic"]
+    assert dtypes == ["bfloat16"], found
+    assert found is True if told is True else found.startswith(told)

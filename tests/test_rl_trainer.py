@@ -1,9 +1,17 @@
 """The notebook interface."""
 
+import functools
+import inspect
+import itertools
+import re
+import textwrap
+
+import jax
 import numpy as np
 import pytest
 
 import jaxrl_llm
+from jaxrl_llm import rl_trainer
 from jaxrl_llm.errors import UserError
 
 OPTIONS = {
@@ -76,8 +84,73 @@ def test_an_option_below_a_value_is_refused():
         )
 
 
-@pytest.mark.parametrize("algo", ["sft", "dpo", "kto", "reward_model"])
-def test_an_algorithm_that_reads_completions_is_refused(algo):
-    """Prompts alone give it nothing to learn from. Caught: an assertion in the first step, and before it nothing."""
-    with pytest.raises(UserError, match=rf"algo='{algo}' learns from completions .*configs/tiny_{algo}\.py"):
-        jaxrl_llm.RLTrainer(model="builtin:tiny_addition", algo=algo, rollout_len=8)
+BLOCKS = {
+    block.partition('algo="')[2].partition('"')[0]: textwrap.dedent(block)
+    for block in re.findall(r"::\n\n((?:    .*\n)+)", inspect.getdoc(jaxrl_llm.RLTrainer))
+}
+"""The examples of the class's documentation, by algorithm."""
+
+
+@pytest.mark.parametrize(
+    ("algo", "shown", "metric"),
+    [
+        ("sft", "sft", "sft/nll_mean"),
+        ("dpo", "dpo", "loss/total"),
+        ("reward_model", "dpo", "loss/total"),
+        ("kto", "kto", "loss/total"),
+    ],
+)
+def test_rows_of_the_documentation_are_learned_from(algo, shown, metric, monkeypatch):
+    """Its code as it stands, then five more steps on its rows.
+
+    Caught: an example that is not up to date; a prompt in place of the row; chosen and rejected, or labels, exchanged.
+    """
+    monkeypatch.setattr(rl_trainer, "Trainer", functools.partial(rl_trainer.Trainer, devices=jax.devices()[:1]))
+    names = {"RLTrainer": jaxrl_llm.RLTrainer}
+    exec(BLOCKS[shown].replace(f'"{shown}"', f'"{algo}"'), names)
+    with names["trainer"] as trainer:
+        told = [names["metrics"]]
+        for _ in range(5):
+            metrics, rollouts = trainer.step(names["examples"])
+            told.append(metrics)
+        losses = [one[metric] for one in told]
+        assert all(later < earlier for earlier, later in itertools.pairwise(losses)), losses
+        assert {"sft": losses[0] > 0, "kto": losses[0] == 0.5}.get(algo, losses[0] == pytest.approx(np.log(2)))
+        written = [trainer.trainer.tokenizer.decode(ids, skip_special_tokens=True) for ids in rollouts.responses]
+        sides = [row.get("completion") or [row["chosen"], row["rejected"]] for row in names["examples"]]
+        assert written == list(np.ravel(sides))
+        for examples, answers, message in WRONG_ROWS[shown]:
+            with pytest.raises(UserError, match=message):
+                trainer.step(examples, answers)
+        assert trainer.trainer.step_index == 6
+
+
+PAIR = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}
+GENERAL = [
+    (["1+2="], None, r"Example 0 is '1\+2='; .* learns from rows, dicts with prompt"),
+    ("1+2=", None, "The examples are '1\\+2='; give a list of rows"),
+    ([], None, r"The examples are \[\]; give a list of rows"),
+    ([{"prompt": "1+" * 20, "chosen": "3", "rejected": "4", "completion": "3", "label": True}], None,
+     r"Example 0 is longer than data\.max_prompt_tokens = 24 \(or the completion than 8 tokens\)"),
+]  # fmt: skip
+WRONG_ROWS = {
+    "sft": [*GENERAL, ([PAIR], None, r"has the columns prompt, chosen, rejected; .* prompt and completion")],
+    "dpo": [
+        *GENERAL,
+        (
+            [PAIR, {"prompt": "1+2=", "completion": "3"}],
+            None,
+            r"Example 1 has the columns prompt, completion; ",
+        ),
+        ([{**PAIR, "chosen": "1" * 20}], None, r"Example 0 is longer than"),
+        ([{**PAIR, "rejected": "three"}], None, r"Example 0: the text 'three' can't be encoded"),
+        ([PAIR], ["3"], r"answers go with prompts"),
+    ],
+    "kto": [
+        *GENERAL,
+        ([{"prompt": "1+2=", "completion": "3"}], None, r"Example 0 has the columns .*; .* completion and label"),
+        ([{"prompt": "1+2=", "completion": "3", "label": "good"}], None, r"the label is 'good'; true \(desirable\)"),
+        ([{"prompt": "1+2=", "completion": "3", "label": True}] * 9, None, r"9 examples, and kto .*train_batch_size=8"),
+    ],
+}
+"""Examples, answers, and what is said of them."""

@@ -15,7 +15,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.algorithms import aggregation, on_policy
+from jaxrl_llm.algorithms import aggregation, decoder_difference, on_policy
 from jaxrl_llm.algorithms.interface import POLICY, TEACHER, Algorithm, Context, Divergence, Objective, Sequences
 from jaxrl_llm.config import RunConfig, option
 from jaxrl_llm.types import Rollouts, Rows, TokenOutputs
@@ -46,16 +46,16 @@ def losses(options: DistillationOptions, outputs: TokenOutputs, rows: Rows) -> O
     divergence = jnp.where(mask, outputs.divergence, 0.0)
     total = jnp.sum(rows.weights * divergence)
     count = jnp.sum(mask, dtype=jnp.float32)
-    difference = jnp.where(mask, jnp.abs(rows.old_logprobs - rows.sampler_logprobs), 0.0)
+    counted_difference, maxima_difference = decoder_difference.of_rows(rows)
     return Objective(
         total,
         {"loss/total": total, "loss/policy": total},
         {
             "distillation/divergence": (jnp.sum(divergence), count),
             "entropy/mean": (jnp.sum(jnp.where(mask, outputs.entropy, 0.0)), count),
-            "rollout/logprob_diff_mean": (jnp.sum(difference), count),
+            **counted_difference,
         },
-        {"rollout/logprob_diff_max": jnp.max(difference)},
+        maxima_difference,
     )
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm.algorithms import pairs, preference
+from jaxrl_llm.algorithms import decoder_difference, pairs, preference
 from jaxrl_llm.algorithms.interface import POLICY, REFERENCE, Algorithm, Context, Objective, Role, Sequences
 from jaxrl_llm.config import RunConfig, option
 from jaxrl_llm.types import Example, Rollouts, Rows, TokenOutputs
@@ -101,6 +101,9 @@ def prepare_online(context: Context, rollouts: Rollouts) -> Sequences:
     chosen = best_and_worst(rollouts)
     sequences = pairs.sequences_of_pairs(rollouts, chosen)
     sequences.metrics["dpo/pairs_fraction"] = len(chosen) / max(len(rollouts.examples), 1)
+    training = context.config.training
+    if training.epochs > 1 or len(chosen) > training.mini_batch_size:
+        sequences.old_logprobs = context.logprobs("policy", sequences)  # later updates are of another policy
     return _with_reference(sequences, _reference_of(context, sequences))
 
 
@@ -136,6 +139,13 @@ def losses(options: OnlineDPOOptions, outputs: TokenOutputs, rows: Rows) -> Obje
         },
         {},
     )
+
+
+def losses_online(options: OnlineDPOOptions, outputs: TokenOutputs, rows: Rows) -> Objective:
+    """The same, and how far the decoder is from the policy that it samples for."""
+    pair = losses(options, outputs, rows)
+    counted, maxima = decoder_difference.of_rows(rows)
+    return pair._replace(counted={**pair.counted, **counted}, maxima={**pair.maxima, **maxima})
 
 
 def validate(options: OnlineDPOOptions, config: RunConfig) -> list[tuple[str, str]]:
@@ -178,7 +188,6 @@ def validate_online(options: OnlineDPOOptions, config: RunConfig) -> list[tuple[
 
 
 _SHARED = {
-    "losses": losses,
     "loss_aggregation": lambda options: pairs.AGGREGATION,
     "extras": lambda options: ("chosen", "reference", "other_reference"),
     "compares": True,
@@ -190,6 +199,7 @@ DPO = Algorithm(
     roles=roles,
     collect=collect,
     prepare=prepare,
+    losses=losses,
     validate=validate_offline,
     generates=False,
     data="preference",
@@ -202,6 +212,7 @@ ONLINE_DPO = Algorithm(
     roles=lambda options: (POLICY, REFERENCE),
     collect=collect_online,
     prepare=prepare_online,
+    losses=losses_online,
     validate=validate_online,
     **_SHARED,
 )

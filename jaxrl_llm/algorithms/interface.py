@@ -211,6 +211,8 @@ class Algorithm:
       collect, prepare, losses, after_step: see the module's text. `losses` is traced by jax; the others are
         ordinary Python on the host. With several trained roles `prepare` may return a dict of `Sequences` by role (a
         role that is not in it rests this step), and `losses` is a dict of functions by role.
+      rests: in how many of a run's first steps a trained role is not updated, given the options, the configuration and
+        the role: its learning rate's schedule counts the updates that are left.
       validate: conflicts among its options and the rest, as (``error`` | ``warning``, paragraph) pairs.
       loss_aggregation: see `algorithms.aggregation`, given the options.
       generates: False if it learns from the data alone; such a run makes no decoder unless it evaluates.
@@ -235,6 +237,7 @@ class Algorithm:
     after_step: Callable[[Any, dict[str, float], dict[str, float]], dict[str, float]] = (
         lambda options, memory, metrics: memory
     )
+    rests: Callable[[Any, RunConfig, Role], int] = lambda options, config, role: 0
     validate: Callable[[Any, RunConfig], list[tuple[str, str]]] = _NOTHING
     loss_aggregation: Callable[[Any], str] = lambda options: "token-mean"
     generates: bool = True

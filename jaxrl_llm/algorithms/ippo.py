@@ -102,9 +102,10 @@ def prepare(context: Context, rollouts: Rollouts) -> Mapping[str, Sequences]:
         policy, critic = names(agent)
         advantages = functools.partial(ppo.advantages, policy=policy, critic=critic)
         # Mini-batches hold whole prompts of the episode for every agent, so that all make the same number of updates.
-        sequences, _ = on_policy.prepare(context, turn, advantages, policy=policy, group=rollouts.turns[0].group)
+        group, learns = rollouts.turns[0].group, not ppo.warming_up(context)
+        sequences, _ = on_policy.prepare(context, turn, advantages, policy=policy, group=group, learns=learns)
         if agent:
-            sequences.metrics = {f"{name}_{agent}": value for name, value in sequences.metrics.items()}
+            sequences.metrics = {_with(name, f"_{agent}"): value for name, value in sequences.metrics.items()}
         found |= ppo.trained(context, sequences, policy=policy, critic=critic)
     return found
 

@@ -24,6 +24,7 @@ from jaxrl_llm.algorithms.interface import POLICY, REFERENCE, Algorithm, Context
 from jaxrl_llm.algorithms.segments import first_tokens, segment_sum
 from jaxrl_llm.algorithms.sft import collect
 from jaxrl_llm.config import RunConfig, option
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Rollouts, Rows, TokenOutputs
 
 POINT = "kl/reference_point"
@@ -40,7 +41,17 @@ class KTOOptions:
 
 
 def prepare(context: Context, rollouts: Rollouts) -> Sequences:
-    """Labelled sequences with the reference's log-probs and the batch's reference point."""
+    """Labelled sequences with the reference's log-probs and the batch's reference point.
+
+    Raises:
+      UserError: more examples than one update takes.
+    """
+    size = context.config.training.mini_batch_size
+    if len(rollouts) > size:
+        raise UserError(
+            f"A step was given {len(rollouts)} examples, and kto measures its reference point once, before its one "
+            f"update of train_batch_size={size}. Give at most so many, or raise it."
+        )
     sequences = _sequences(rollouts, np.arange(len(rollouts)))
     reference = pairs.per_sequence(context.logprobs("reference", sequences), sequences.loss_mask)
     labels = np.array([1.0 if example.label else -1.0 for example in rollouts.examples], np.float32)

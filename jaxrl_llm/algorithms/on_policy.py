@@ -1,6 +1,6 @@
 """What the algorithms that learn from their own samples share: masks, KL, penalties, the loss, and its metrics.
 
-An algorithm is then its advantages, its token loss and its options. See `interface` for one of ten lines.
+An algorithm is then its advantages, its token loss and its options; `interface` begins with a complete one.
 
     loss = sum_t w_t [ c_t l_t + kl_coef KL_t - entropy_coef H_t ] / denominator
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxrl_llm.algorithms import aggregation, policy_loss, rollout_correction
+from jaxrl_llm.algorithms import aggregation, decoder_difference, policy_loss, rollout_correction
 from jaxrl_llm.algorithms.advantages import kl_shaped_rewards
 from jaxrl_llm.algorithms.completions import joined
 from jaxrl_llm.algorithms.interface import POLICY, REFERENCE, Algorithm, Context, Objective, Role, Sequences
@@ -63,7 +63,11 @@ class Options:
     rollout_token_veto_threshold: float = option(
         0.0, "leave a sequence out that has a token of a smaller ratio (1e-4 is usual); 0 = off", low=0.0, below=1.0
     )
-    rollout_metrics: bool = option(False, "tell how far the sampler is from the policy also without a correction")
+    rollout_metrics: bool = option(
+        False,
+        "tell how far the sampler is from the policy (rollout_corr/…) also without a correction; always on where "
+        "rollout.weight_dtype is 8 bits",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +141,18 @@ def overlong_penalty(length: np.ndarray, max_tokens: int, buffer_tokens: int, fa
     return np.clip(-excess / buffer_tokens, -1.0, 0.0) * factor
 
 
+def penalised(context: Context, rollouts: Rollouts) -> np.ndarray:
+    """The rewards ``[N]`` with the penalty for overlong responses, where it is on; NaN where not scored."""
+    options, rewards = context.options, rollouts.rewards.astype(np.float32)
+    if not options.overlong_buffer_tokens:
+        return rewards
+    lengths = np.array([len(response) for response in rollouts.responses])
+    penalty = overlong_penalty(
+        lengths, context.config.rollout.max_new_tokens, options.overlong_buffer_tokens, options.overlong_penalty
+    )
+    return rewards + penalty.astype(np.float32)
+
+
 def trained_sequences(rollouts: Rollouts, keep: np.ndarray) -> Sequences:
     """Prompts and responses as sequences; the responses of the samples in `keep` are trained, EOS included."""
     tokens, masks, sampled = [], [], []
@@ -160,16 +176,18 @@ def prepare(
     policy: str = "policy",
     reference: str = "reference",
     group: np.ndarray | None = None,
+    learns: bool = True,
 ) -> tuple[Sequences, Scores]:
     """Sequences with advantages and the log-probs that the loss compares with, and the samples' scores.
 
     Args:
       policy, reference: names of the roles that wrote the samples and that the KL is measured to.
       group: ``[N]``, the prompts that mini-batches hold whole, where they are not the rollouts'.
+      learns: False in a step in which the policy is not updated: its log-probs are then computed here, to be compared
+        with the decoder's.
     """
     options, config = context.options, context.config
-    lengths = np.array([len(response) for response in rollouts.responses])
-    rewards = rollouts.rewards.astype(np.float32)
+    rewards = penalised(context, rollouts)
     scored = ~np.isnan(rewards)
     truncated = np.array([reason == "length" for reason in rollouts.finish_reasons])
     keep = scored & ~(truncated & options.mask_truncated)
@@ -182,15 +200,14 @@ def prepare(
     kl_in_reward = options.kl_coef > 0 and options.kl_in == "reward"
     # A KL in the reward counts for every scored sample: one that is left out of the loss still is in its group's mean.
     compared = dataclasses.replace(sequences, loss_mask=written) if kl_in_reward else sequences
-    if not on_policy or kl_in_reward:
+    if not on_policy or kl_in_reward or not learns:
         sequences.old_logprobs = context.logprobs(policy, compared)
+    if not learns:
+        assert sequences.old_logprobs is not None
+        sequences.metrics |= decoder_difference.of_sequences(sequences, sequences.old_logprobs)
     if options.kl_coef > 0:
         sequences.ref_logprobs = context.logprobs(reference, compared)
 
-    if options.overlong_buffer_tokens:
-        rewards = rewards + overlong_penalty(
-            lengths, config.rollout.max_new_tokens, options.overlong_buffer_tokens, options.overlong_penalty
-        ).astype(np.float32)
     scores = _scores(context, sequences, rewards, written, kl_in_reward)
     per_sample = advantages(context, rollouts, scores, sequences)
     sequences.advantages = [
@@ -238,7 +255,7 @@ def losses(options: Options, outputs: TokenOutputs, rows: Rows, *, surrogate: Su
 
     corrected, counted_correction, maxima_correction = _corrected(options, rows, old, token.loss)
     policy = jnp.sum(weights * corrected)
-    difference = jnp.where(mask, jnp.abs(old - rows.sampler_logprobs), 0.0)
+    counted_difference, maxima_difference = decoder_difference.of_rows(rows)
     total = policy
     counted = {
         "entropy/mean": mean(outputs.entropy),
@@ -246,7 +263,7 @@ def losses(options: Options, outputs: TokenOutputs, rows: Rows, *, surrogate: Su
         "policy/clip_fraction_low": mean(token.low),
         "policy/approx_kl": mean(policy_loss.kl_penalty(old, actor, "k1")),
         "policy/ratio_mean": mean(token.ratio),
-        "rollout/logprob_diff_mean": mean(difference),
+        **counted_difference,
         **counted_correction,
     }
     if options.kl_coef > 0 and options.kl_in == "loss":
@@ -255,7 +272,7 @@ def losses(options: Options, outputs: TokenOutputs, rows: Rows, *, surrogate: Su
         counted["kl/mean"] = mean(kl)
     if options.entropy_coef > 0:
         total = total - options.entropy_coef * jnp.sum(weights * jnp.where(mask, outputs.entropy, 0.0))
-    maxima = {"rollout/logprob_diff_max": jnp.max(difference), **maxima_correction}
+    maxima = {**maxima_difference, **maxima_correction}
     return Objective(total, {"loss/policy": policy, "loss/total": total}, counted, maxima)
 
 

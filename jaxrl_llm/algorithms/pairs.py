@@ -40,20 +40,25 @@ def rollouts_of_pairs(examples: Sequence[Example]) -> Rollouts:
 
 
 def sequences_of_pairs(rollouts: Rollouts, pairs: np.ndarray) -> Sequences:
-    """Sequences of pairs, the chosen one at even places and the rejected one behind it.
+    """Sequences of pairs, the chosen one at even places and the rejected one behind it; with the sampler's log-probs
+    where the completions were sampled.
 
     Args:
       pairs: ``[P, 2]`` indices into the rollouts: chosen, rejected. A pair is a group of its own.
     """
-    both = [
-        joined(rollouts.examples[int(rollouts.group[n])].prompt_ids, rollouts.responses[n])
-        for n in pairs.reshape(-1).tolist()
-    ]
+    order = pairs.reshape(-1).tolist()
+    both = [joined(rollouts.examples[int(rollouts.group[n])].prompt_ids, rollouts.responses[n]) for n in order]
+    sampled = None
+    if rollouts.sampler_logprobs is not None:
+        sampled = [np.zeros(len(ids), np.float32) for ids, _ in both]
+        for n, one, (_, mask) in zip(order, sampled, both, strict=True):
+            one[mask] = rollouts.sampler_logprobs[n]
     count = len(pairs)
     return Sequences(
         [ids for ids, _ in both],
         [mask for _, mask in both],
         np.repeat(np.arange(count, dtype=np.int32), 2),
+        sampler_logprobs=sampled,
         partner=np.arange(2 * count, dtype=np.int32) ^ 1,
         extras={"chosen": np.tile(np.array([1.0, -1.0], np.float32), count)},
     )
@@ -67,9 +72,9 @@ def number_of(context: Context, example: Example, column: str, meaning: str) -> 
     """
     value = example.metadata.get(column)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not np.isfinite(value):
-        raise UserError(
-            f"data.train={context.config.data.train!r}, row {example.row}: {column} is {value!r}; {meaning}"
-        )
+        source = context.config.data.train
+        where = f"data.train={source!r}, row {example.row}" if source else f"Example {example.row}"
+        raise UserError(f"{where}: {column} is {value!r}; {meaning}")
     return float(value)
 
 

@@ -7,8 +7,8 @@
 arXiv:1707.06347; GAE arXiv:1506.02438; for language models arXiv:1909.08593 and arXiv:2203.02155, whose KL penalty in
 the reward is `kl_in` ``reward`` with a fixed or adaptive weight. The critic is a model of its own (`critic.*`), or with
 `shared_trunk` a value head on the policy, whose loss is then added to the policy's. A response cut at the token budget
-is bootstrapped with the critic's value of the state it was cut in, a finished one with 0. What differs: no KL unless
-`kl_coef` is set; gamma and lambda are 1.
+is bootstrapped with the critic's value of the state it was cut in (`bootstrap_truncated`), a finished one with 0. What
+differs: no KL unless `kl_coef` is set; gamma and lambda are 1.
 """
 
 from __future__ import annotations
@@ -37,6 +37,12 @@ class PPOOptions(on_policy.ClippedOptions):
     lam: float = option(1.0, "GAE's lambda", low=0.0, high=1.0)
     whiten_advantages: bool = option(True, "to mean 0 and variance 1 over the trained tokens of the batch")
     value_clip: float = option(0.5, "a value may move so far from the one before the update; 0 = off", low=0.0)
+    bootstrap_truncated: bool = option(
+        True,
+        "a response cut at the token budget ends in the critic's value of what would follow, beside its score; False "
+        "takes it for finished: right where the reward scores what was cut as it is, for value and score then add up "
+        "and, with gamma 1, a policy that never ends earns ever more",
+    )
     shared_trunk: bool = option(False, "a value head on the policy in place of a critic of its own")
     value_coef: float = option(0.1, "weight of the value loss with shared_trunk", low=0.0)
     kl_controller: str = option("fixed", "the weight of a KL in the reward", choices=kl_controller.KL_CONTROLLERS)
@@ -74,7 +80,7 @@ def advantages(
     values = context.values(role, dataclasses.replace(sequences, loss_mask=scores.written))
     found, returns = [], []
     for n, mask in enumerate(scores.written):
-        cut = rollouts.finish_reasons[n] == "length"
+        cut = options.bootstrap_truncated and rollouts.finish_reasons[n] == "length"
         one, goal = gae(
             scores.token_rewards[n],
             values[n][:-1],
@@ -95,15 +101,25 @@ def advantages(
 
 
 def prepare(context: Context, rollouts: Rollouts) -> Mapping[str, Sequences]:
-    sequences, _ = on_policy.prepare(context, rollouts, advantages)
+    sequences, _ = on_policy.prepare(context, rollouts, advantages, learns=not warming_up(context))
     return trained(context, sequences, policy="policy", critic="critic")
+
+
+def rests(options: PPOOptions, config: RunConfig, role: Role) -> int:
+    """A policy beside a critic, while that learns alone."""
+    return 0 if options.shared_trunk or role.section == "critic" else config.critic.warmup_steps
+
+
+def warming_up(context: Context) -> bool:
+    """Whether this is one of the first steps, in which the critic alone learns."""
+    return context.step < context.config.critic.warmup_steps
 
 
 def trained(context: Context, sequences: Sequences, *, policy: str, critic: str) -> dict[str, Sequences]:
     """Who learns from the sequences in this step: the critic alone in its first ones."""
     if context.options.shared_trunk:
         return {policy: sequences}
-    if context.step < context.config.critic.warmup_steps:
+    if warming_up(context):
         return {critic: sequences}
     return {policy: sequences, critic: sequences}
 
@@ -198,6 +214,7 @@ PPO: Algorithm = on_policy.algorithm(
     prepare=prepare,
     losses={"policy": policy_losses, "critic": critic_losses},
     after_step=after_step,
+    rests=rests,
     validate=validate,
     extras=lambda options: ("values", "returns"),
 )

@@ -2,8 +2,9 @@
 
     A_i = r_i - r(greedy answer to the same prompt)
 
-arXiv:2310.10505. One more answer a prompt is generated, at temperature 0; it is scored and not trained on. A KL in the
-reward is taken off the sampled answers alone. The loss is PPO's clipped one.
+arXiv:2310.10505. One more answer a prompt is generated, at temperature 0; it is scored and not trained on. The penalty
+for overlong answers is part of both rewards; a KL in the reward is taken off the sampled answers alone. The loss is
+PPO's clipped one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class ReMaxOptions(on_policy.ClippedOptions):
 def collect(context: Context, examples: Sequence[Example]) -> Rollouts:
     rollouts = context.rollouts(examples)
     greedy = context.rollouts(examples, samples=1, temperature=0.0)
-    rollouts.baselines = greedy.rewards
+    rollouts.baselines = on_policy.penalised(context, greedy)
     scored = greedy.rewards[~np.isnan(greedy.rewards)]
     if len(scored):
         rollouts.metrics["reward/greedy/mean"] = float(scored.mean())

@@ -22,6 +22,7 @@ _ARGUMENTS = {
     "collect": ("context", "examples"),
     "prepare": ("context", "rollouts"),
     "after_step": ("options", "memory", "metrics"),
+    "rests": ("options", "config", "role"),
     "validate": ("options", "config"),
     "loss_aggregation": ("options",),
     "extras": ("options",),

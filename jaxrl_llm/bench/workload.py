@@ -25,8 +25,11 @@ class Workload:
 
     def prompt_ids(self, tokenizer, index: int) -> list[int]:
         """Token ids of prompt `index`, exactly `prompt_tokens` long."""
-        text = f"Item {index}: write a short sentence with many digits. " + "one two three four five six " * 40
-        return tokenizer(text, add_special_tokens=False)["input_ids"][: self.prompt_tokens]
+        text = f"Item {index}: write a short sentence with many digits. "
+        text += "one two three four five six " * (self.prompt_tokens // 6 + 1)  # a word has a token at least
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"][: self.prompt_tokens]
+        assert len(ids) == self.prompt_tokens, (len(ids), self.prompt_tokens)
+        return ids
 
 
 def digits(text: str) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import logging
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from transformers import PreTrainedTokenizerBase
 
@@ -53,6 +53,14 @@ class LengthLimit:
     def truncates(self) -> bool:
         return self.rule.startswith("truncate_")
 
+    @property
+    def told(self) -> str:
+        """What a row beyond the limits is, for messages."""
+        text = f"longer than data.max_prompt_tokens = {self.max_prompt_tokens}"
+        if self.max_response_tokens is not None:
+            text += f" (or the completion than {self.max_response_tokens} tokens)"
+        return text
+
     def exceeded_by(self, example: Example) -> bool:
         responses, limit = (example.response_ids, example.rejected_ids), self.max_response_tokens
         long_response = limit is not None and any(ids is not None and len(ids) > limit for ids in responses)
@@ -98,7 +106,8 @@ def load_examples(
     num_rows = 0
     while chunk := list(itertools.islice(rows, ENCODE_ROWS)):
         num_rows += len(chunk)
-        for example in _encode(config, tokenizer, path, chunk, limit, kind):
+        where = [f"{path}, row {index}" for index, _ in chunk]
+        for example in _encode(config, tokenizer, where, chunk, limit, kind):
             if limit.exceeded_by(example):
                 overlong.append(example.row)
                 if not limit.truncates:
@@ -118,10 +127,35 @@ def load_examples(
     return kept, counts
 
 
+def encode_rows(
+    config: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[Row],
+    *,
+    max_response_tokens: int | None = None,
+    kind: Kind = "prompt",
+) -> list[Example]:
+    """Rows that a caller brings, encoded like those of a file; none is left out. ``kind`` as in `load_examples`.
+
+    Raises:
+      UserError: a row of the wrong form, or one that is too long where ``config.overlong_prompts`` doesn't cut it.
+    """
+    limit = LengthLimit(config.max_prompt_tokens, max_response_tokens, config.overlong_prompts)
+    where = [f"Example {index}" for index in range(len(rows))]
+    found = []
+    for name, example in zip(where, _encode(config, tokenizer, where, list(enumerate(rows)), limit, kind), strict=True):
+        if limit.exceeded_by(example):
+            if not limit.truncates:
+                raise UserError(f"{name} is {limit.told}. Shorten it, or raise the limit.")
+            example = limit.cut(example, tokenizer)
+        found.append(example)
+    return found
+
+
 def _encode(
     config: DataConfig,
     tokenizer: PreTrainedTokenizerBase,
-    path: str,
+    where: list[str],
     rows: list[tuple[int, Row]],
     limit: LengthLimit,
     kind: Kind,
@@ -129,7 +163,6 @@ def _encode(
     records: list[Record] = []
     texts: list[str] = []
     templated: list[bool] = []
-    where = [f"{path}, row {index}" for index, _ in rows]
     # A text beyond this can't fit, whatever its tokens, and is cut before it can stall the tokenizer. The factor
     # leaves room for tokenizers that drop whitespace.
     longest_text = 2 * longest_token(tokenizer) * (limit.max_prompt_tokens + 1)
@@ -182,11 +215,8 @@ def _report(path: str, limit: LengthLimit, overlong: list[int], num_rows: int) -
     """One message for all rows; it is an error under the rule ``error``."""
     if not overlong:
         return
-    limits = f"data.max_prompt_tokens = {limit.max_prompt_tokens}"
-    if limit.max_response_tokens is not None:
-        limits += f" (or their completion than {limit.max_response_tokens} tokens)"
     named = ", ".join(map(str, overlong[:NAMED_ROWS])) + (", …" if len(overlong) > NAMED_ROWS else "")
-    text = f"{len(overlong)} of {num_rows} rows of {path} are longer than {limits}: row {named}"
+    text = f"{len(overlong)} of {num_rows} rows of {path} are {limit.told}: row {named}"
     if limit.rule == "error":
         raise UserError(f"{text}. data.overlong_prompts = 'error' refuses them; 'filter' leaves them out.")
     action = "They are left out" if limit.rule == "filter" else f"They are cut ({limit.rule})"

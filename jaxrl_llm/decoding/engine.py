@@ -67,6 +67,9 @@ class EngineStats:
       preemptions: samples that lost their pages and were computed again.
       compiles: programs met for the first time; 0 after :meth:`Engine.warmup`.
       host_s: of ``seconds``, those in which the host worked and nothing was running on the device.
+      row_steps: of decode programs, rows times steps; in ``made_tokens`` of them a row made a token, in the others it
+        had ended or was never taken.
+      decode_s: of the dispatches that no prefill or copy came before, in which ``decode_tokens`` were made.
     """
 
     tokens: int = 0
@@ -78,15 +81,41 @@ class EngineStats:
     preemptions: int = 0
     compiles: int = 0
     host_s: float = 0.0
+    row_steps: int = 0
+    made_tokens: int = 0
+    decode_s: float = 0.0
+    decode_tokens: int = 0
+
+    @property
+    def host_fraction(self) -> float:
+        """Of the time, the device's in which it waited for the host."""
+        return self.host_s / max(self.seconds, 1e-9)
+
+    @property
+    def wasted_fraction(self) -> float:
+        """Of the rows of all decode steps, those that made no token."""
+        return 1 - self.made_tokens / max(self.row_steps, 1)
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Of decode alone; 0 where every dispatch came behind a prefill."""
+        return self.decode_tokens / self.decode_s if self.decode_s else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """A decode dispatch that was queued: its samples by replica, each in its row, and what it will return."""
+    """A decode dispatch that was queued: its samples by replica, each in its row, and what it will return.
+
+    Attributes:
+      queued_s: when, by `time.perf_counter`.
+      alone: whether it was queued behind nothing but another decode.
+    """
 
     running: list[list[Sample | None]]
     num_rows: int
     output: jax.Array
+    queued_s: float
+    alone: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,6 +185,7 @@ class Engine:
         self.attention = _attention_of(rollout, mesh, decoder, dtype)
         self.stats = EngineStats()
         self._clock = HostClock(self._idle)  # of the call that runs
+        self._received_s = 0.0  # when the last dispatch was, by `time.perf_counter`
         self.num_replicas = replica_count(mesh)
         self.num_pages = _checked_num_pages(rollout, self.context)
         _check_tensor_axis(decoder, mesh)
@@ -375,7 +405,8 @@ class Engine:
             sample.started_s = time.perf_counter() if sample.started_s < 0 else sample.started_s
         self._prefill(gen_params, plan)
         self._copy_pages(plan)
-        return self._decode(gen_params, plan.running)
+        alone = not any(plan.prefills) and not any(plan.copies)
+        return dataclasses.replace(self._decode(gen_params, plan.running), alone=alone)
 
     def _show(self, sample: Sample, stream: TextStream, on_text: OnText) -> None:
         done = sample.finish_reason
@@ -433,8 +464,15 @@ class Engine:
         with self._clock.waiting():
             output = np.asarray(dispatch.output)
         steps, count, tokens, logprobs = rows.unpack_tokens(output)
-        self.stats.dispatches += 1
-        self.stats.decode_steps += steps
+        stats, made_in_all, now = self.stats, int(count.sum()), time.perf_counter()
+        stats.dispatches += 1
+        stats.decode_steps += steps
+        stats.row_steps += steps * len(count)
+        stats.made_tokens += made_in_all
+        if dispatch.alone:
+            stats.decode_s += now - max(dispatch.queued_s, self._received_s)
+            stats.decode_tokens += made_in_all
+        self._received_s = now
         received = []
         for replica, samples in enumerate(dispatch.running):
             for row, sample in enumerate(samples, start=replica * dispatch.num_rows):
@@ -476,6 +514,7 @@ class Engine:
             )
         )
         arrays = [] if placed is None or self._kept is None else self._kept.arrays
+        queued_s = time.perf_counter()
         with self._clock.queueing():
             if self.attention == GATHERED and placed is None:
                 self._kept = None  # its memory is free before the new copies are made
@@ -485,7 +524,7 @@ class Engine:
             )
         if self.attention == GATHERED:
             self._kept = Kept(in_rows, num_rows, num_columns, arrays)
-        return Dispatch(in_rows, num_rows, output)
+        return Dispatch(in_rows, num_rows, output, queued_s)
 
     def _idle(self) -> bool:
         """Whether all programs have ended: each returns the pools, which the next one takes."""

@@ -53,7 +53,9 @@ def sample_tokens(
       Tokens int32, and ``sampler_logprobs``: of the whole distribution at the row's temperature, before
       top-k, top-p, min-p and min_tokens; untempered where the temperature is 0.
     """
-    allowed = _pad(logits[:, :num_tokens])
+    # By id first: a decode step on CPUs makes its logits in this order, and chunks of them stay whole in any other.
+    by_id = logits.T
+    allowed = _pad(by_id[:num_tokens])
     greedy = rows.temperature == 0
     temperature = jnp.where(greedy, 1.0, rows.temperature)
     restricted = (rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0) | (rows.generated < rows.min_tokens)
@@ -62,30 +64,30 @@ def sample_tokens(
     )
     log_total = jnp.log(total)
     if num_tokens < logits.shape[1]:
-        log_total = jnp.logaddexp(log_total, _log_total(logits[:, num_tokens:], largest, temperature))
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+        log_total = jnp.logaddexp(log_total, _log_total(by_id[num_tokens:], largest, temperature))
+    chosen = jnp.take_along_axis(by_id, tokens[None, :], axis=0)[0]
     return tokens, (chosen - largest) / temperature - log_total
 
 
 def _draw_plain(allowed, temperature, greedy, rows):
     """Token, largest logit and sum of exp((logit - largest) / temperature) without any filter."""
     largest, weights = _weights(allowed, temperature)
-    return _draw(allowed, weights, greedy, rows), largest, weights.sum(-1)
+    return _draw(allowed, weights, greedy, rows), largest, weights.sum(0)
 
 
 def _draw_restricted(allowed, temperature, greedy, rows):
     """As :func:`_draw_plain`, drawing only from what min_tokens, top-k, top-p and min-p leave."""
     largest, all_weights = _weights(allowed, temperature)
     early = rows.generated < rows.min_tokens
-    ids = jnp.arange(allowed.shape[1], dtype=jnp.int32)
-    stops = jnp.any(ids[None, :, None] == rows.stop_ids[:, None, :], axis=-1)
-    open_logits = jnp.where(early[:, None] & stops, -jnp.inf, allowed)
+    ids = jnp.arange(allowed.shape[0], dtype=jnp.int32)
+    stops = jnp.any(ids[:, None, None] == rows.stop_ids[None], axis=-1)
+    open_logits = jnp.where(early[None, :] & stops, -jnp.inf, allowed)
     # Weights relative to what is left: the stop ids may have held all the mass that float32 can show.
-    _, weights = _weights(open_logits, temperature)
+    weights = _weights(open_logits, temperature)[1].T
     weights = jax.lax.cond(jnp.any(rows.top_k > 0), lambda w: keep_top_k(w, rows.top_k), lambda w: w, weights)
     weights = jax.lax.cond(jnp.any(rows.top_p < 1), lambda w: keep_top_p(w, rows.top_p), lambda w: w, weights)
-    weights = keep_min_p(weights, rows.min_p)
-    return _draw(open_logits, weights, greedy, rows), largest, all_weights.sum(-1)
+    weights = keep_min_p(weights, rows.min_p).T
+    return _draw(open_logits, weights, greedy, rows), largest, all_weights.sum(0)
 
 
 def _draw(logits, weights, greedy, rows):
@@ -95,13 +97,13 @@ def _draw(logits, weights, greedy, rows):
 
 def _weights(logits, temperature):
     """The largest logit and exp((logits - largest) / temperature): 1 at the most likely, never overflowing."""
-    largest = _chunks(logits).max(-1).max(-1)
-    return largest, jnp.exp((logits - largest[:, None]) / temperature[:, None])
+    largest = _chunks(logits).max(1).max(0)
+    return largest, jnp.exp((logits - largest[None, :]) / temperature[None, :])
 
 
 def _log_total(logits, largest, temperature):
-    scaled = (logits - largest[:, None]) / temperature[:, None]
-    return jax.nn.logsumexp(scaled, axis=-1)
+    scaled = (logits - largest[None, :]) / temperature[None, :]
+    return jax.nn.logsumexp(scaled, axis=0)
 
 
 # -- Filters: weights in, weights out; what is left out becomes 0 and at least one stays -------------------
@@ -203,12 +205,11 @@ def integer_weights(weights: Float[Array, "B n"]) -> UInt[Array, "B n"]:
     return whole + jnp.where(is_largest, rest[:, None], jnp.uint32(0))
 
 
-def draw_index(weights: Float[Array, "B V"], words: UInt[Array, "B 2"]) -> Int[Array, " B"]:
+def draw_index(weights: Float[Array, "V B"], words: UInt[Array, "B 2"]) -> Int[Array, " B"]:
     """An index per row with probability proportional to its weight. V is a multiple of ``CHUNK``."""
     chunks = _chunks(weights)
-    chunk = _pick(integer_weights(chunks.sum(-1)), words[:, 0])
-    inside = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]
-    return chunk * CHUNK + _pick(integer_weights(inside), words[:, 1])
+    chunk = _pick(integer_weights(chunks.sum(1).T), words[:, 0])
+    return chunk * CHUNK + _pick(integer_weights(_inside(chunks, chunk)), words[:, 1])
 
 
 def _pick(weights: UInt[Array, "B n"], word: UInt[Array, " B"]) -> Int[Array, " B"]:
@@ -218,18 +219,22 @@ def _pick(weights: UInt[Array, "B n"], word: UInt[Array, " B"]) -> Int[Array, " 
     return jnp.minimum(index, weights.shape[1] - 1)  # only NaN weights get here beyond the end
 
 
-def argmax(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+def argmax(logits: Float[Array, "V B"]) -> Int[Array, " B"]:
     """Index of the largest, lowest id on ties; in two levels, which XLA's CPU argmax is 20 times slower than."""
     chunks = _chunks(logits)
-    chunk = jnp.argmax(chunks.max(-1), axis=-1).astype(jnp.int32)
-    inside = jnp.take_along_axis(chunks, chunk[:, None, None], axis=1)[:, 0]
-    return chunk * CHUNK + jnp.argmax(inside, axis=-1).astype(jnp.int32)
+    chunk = jnp.argmax(chunks.max(1).T, axis=-1).astype(jnp.int32)
+    return chunk * CHUNK + jnp.argmax(_inside(chunks, chunk), axis=-1).astype(jnp.int32)
 
 
-def _chunks(values: Float[Array, "B V"]) -> Float[Array, "B C c"]:
-    return values.reshape(values.shape[0], -1, CHUNK)
+def _chunks(values: Float[Array, "V B"]) -> Float[Array, "C c B"]:
+    return values.reshape(-1, CHUNK, values.shape[1])
 
 
-def _pad(logits: Float[Array, "B n"]) -> Float[Array, "B V"]:
-    missing = -logits.shape[1] % CHUNK
-    return jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf) if missing else logits
+def _inside(chunks: Float[Array, "C c B"], chunk: Int[Array, " B"]) -> Float[Array, "B c"]:
+    """Each row's chosen chunk."""
+    return jnp.take_along_axis(chunks, chunk[None, None, :], axis=0)[0].T
+
+
+def _pad(logits: Float[Array, "n B"]) -> Float[Array, "V B"]:
+    missing = -logits.shape[0] % CHUNK
+    return jnp.pad(logits, ((0, missing), (0, 0)), constant_values=-jnp.inf) if missing else logits

@@ -4,7 +4,8 @@
 
 What stands behind ``--`` is the command line of `jaxrl_llm.main`, the same for every process. When one dies, the rest
 is ended and all go on from the newest checkpoint; what each writes to standard error is in ``logs/process_<i>.log`` of
-the work folder. SIGTERM and Ctrl-C are passed on.
+the work folder. SIGTERM and Ctrl-C are passed on; what does not hear them is killed after ``--save-grace-s`` seconds,
+or ``--grace-s`` seconds after a second signal.
 
 Exit codes: those of `jaxrl_llm.main`; of a process that was killed, 128 and the signal's number.
 """
@@ -12,6 +13,7 @@ Exit codes: those of `jaxrl_llm.main`; of a process that was killed, 128 and the
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import pathlib
 import sys
@@ -43,6 +45,7 @@ def launch(arguments: Sequence[str]) -> int:
         progress=lambda: sorted(folder.name for folder in (workdir / "checkpoints").glob("[0-9]*")),
         tries=options.tries,
         grace_s=options.grace_s,
+        save_s=options.save_grace_s,
     ).run()
 
 
@@ -68,9 +71,18 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--grace-s",
         "--grace_s",
-        type=float,
+        type=_seconds,
         default=10.0,
-        help="seconds between the request to end and SIGKILL, when another process has died; default: 10",
+        help="seconds between the request to end and SIGKILL, when another process has died, or after a second SIGTERM "
+        "or Ctrl-C to the launcher; default: 10",
+    )
+    parser.add_argument(
+        "--save-grace-s",
+        "--save_grace_s",
+        type=_seconds,
+        default=600.0,
+        help="seconds that the processes have to finish their step, save and end after SIGTERM or Ctrl-C to the "
+        "launcher, before SIGKILL; default: 600",
     )
     own, separator, others = _cut(arguments)
     if not separator and not {"-h", "--help"} & set(own):
@@ -89,6 +101,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text}: at least 1 is needed")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text}: seconds are needed, at least 0")
     return value
 
 

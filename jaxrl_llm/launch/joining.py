@@ -18,6 +18,7 @@ import dataclasses
 import importlib.util
 import logging
 import os
+import signal
 import sys
 import time
 from collections.abc import Mapping
@@ -153,11 +154,13 @@ def leave(code: int) -> None:
     """Ends a process of several that has failed, with its own exit code; returns where there is only one.
 
     An ordinary exit waits for all others. Those that wait for this process in a collective would never come, and jax
-    would then abort all of them with a code that says nothing.
+    would then abort all of them with a code that says nothing. From here on SIGTERM is ignored: it would take the code
+    away, and ends nothing sooner.
     """
     jax = sys.modules.get("jax")
     if jax is None or not jax.distributed.is_initialized():
         return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     from jax._src.distributed import global_state  # no public name: whose failure this is must survive
 
     client, first = global_state.client, global_state.process_id == 0

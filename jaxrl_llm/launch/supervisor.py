@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import signal
@@ -26,6 +27,7 @@ FINAL = (EXIT_USER_ERROR, EXIT_RUN_STOPPED, INTERRUPTED)
 """Exit codes that the next try would only repeat."""
 
 POLL_S = 0.1
+SAME_S = 1.0  # `timeout`, and a terminal together with a starter such as uv, send a signal twice at once
 TAIL_LINES = 20
 
 
@@ -48,7 +50,10 @@ class Supervisor:
         too, and its standard output is this program's.
       progress: how far the run has come, any value.
       tries: failures in a row, at most; one before which `progress` has changed is the first of a new row.
-      grace_s: between the request to end and SIGKILL.
+      grace_s: seconds between the request to end and SIGKILL, where another process has died, or this program was
+        asked a second time.
+      save_s: seconds between the first such request to this program and SIGKILL: SIGTERM means that a step is finished
+        and saved, which may take long, but a run that hangs does not hear it.
     """
 
     def __init__(
@@ -60,10 +65,12 @@ class Supervisor:
         progress: Callable[[], Any] = lambda: None,
         tries: int = 3,
         grace_s: float = 10.0,
+        save_s: float = 600.0,
     ):
         self.command, self.environments, self.logs = list(command), environments, logs
-        self.progress, self.tries, self.grace_s = progress, tries, grace_s
-        self._asked: int | None = None  # the signal by which this program was asked to end
+        self.progress, self.tries, self.grace_s, self.save_s = progress, tries, grace_s, save_s
+        self._asked: list[int] = []  # the signals by which this program was asked to end
+        self._asked_at = self._kill_at = math.inf  # by `time.monotonic`
 
     def run(self) -> int:
         """The exit code: 0 where all processes ended so, otherwise that of the process that failed first."""
@@ -73,7 +80,7 @@ class Supervisor:
             while True:
                 before = self.progress()
                 code = self._once()
-                if code == 0 or code in (*FINAL, EXIT_PREEMPTED) or self._asked is not None:
+                if code == 0 or code in (*FINAL, EXIT_PREEMPTED) or self._asked:
                     return code
                 left = (self.tries if self.progress() != before else left) - 1
                 if left <= 0:
@@ -124,15 +131,16 @@ class Supervisor:
 
     def _watch(self, children: list[Child], shown: IO[bytes]) -> int:
         """Until all have ended, or one has failed; the rest is then ended by the caller."""
-        passed = None
+        passed = 0
         failed_at = None
         while True:
             time.sleep(POLL_S)
             _show(shown)
-            if self._asked is not None and passed is None:
-                passed = self._asked
-                for child in children:
-                    _signal(child, passed)
+            for number in self._asked[passed:]:
+                passed += 1
+                self._pass_on(number, passed, children)
+            if time.monotonic() >= self._kill_at:
+                self._kill(children)
             codes = [child.process.poll() for child in children]
             failed = [child for child, code in zip(children, codes, strict=True) if code not in (None, 0)]
             if None not in codes and all(code in (0, EXIT_PREEMPTED) for code in codes):
@@ -154,29 +162,53 @@ class Supervisor:
                 print(f"  | {line}", file=sys.stderr)
         codes = [child.process.returncode for child in failed]
         code = next((code for code in codes if code in FINAL), codes[0])
-        if self._asked == signal.SIGTERM and code == -signal.SIGTERM:
+        if signal.SIGTERM in self._asked and code == -signal.SIGTERM:
             return EXIT_PREEMPTED  # it came before the training did, so nothing is lost
         return code if code > 0 else 128 - code
 
-    def _end(self, children: list[Child]) -> None:
-        """Ends what still runs, by its pid: asks, waits `grace_s`, kills."""
-        running = [child for child in children if child.process.poll() is None]
-        for child in running:
-            _signal(child, signal.SIGTERM)
-        deadline = time.monotonic() + self.grace_s
-        for child in running:
-            try:
-                child.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+    def _pass_on(self, number: int, times: int, children: list[Child]) -> None:
+        """A signal to this program, the ``times``-th, to every process; says what comes next."""
+        name = signal.Signals(number).name
+        if times == 1:
+            then = "the step in progress is finished and saved" if number == signal.SIGTERM else "the run is broken off"
+            _say(
+                f"{name} is passed on: {then}. What still runs after {self.save_s:g} s is killed (--save-grace-s); "
+                f"after a second signal, {self.grace_s:g} s later (--grace-s)."
+            )
+        elif times == 2:
+            _say(f"{name} again: what still runs in {self.grace_s:g} s is killed (--grace-s); a third kills at once.")
+        for child in children:
+            _signal(child, number)
+
+    def _kill(self, children: list[Child]) -> None:
+        for child in children:
+            if child.process.poll() is None:
+                _say(f"process {child.index} (pid {child.process.pid}) has not ended: killed")
                 _signal(child, signal.SIGKILL)
                 child.process.wait()
+
+    def _end(self, children: list[Child]) -> None:
+        """Ends what still runs, by its pid: asks, waits `grace_s`, kills."""
+        for child in children:
+            _signal(child, signal.SIGTERM)
+        deadline = time.monotonic() + self.grace_s
+        while any(child.process.poll() is None for child in children):
+            if time.monotonic() >= min(deadline, self._kill_at):
+                self._kill(children)
+                return
+            time.sleep(POLL_S)
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
         """While inside, SIGTERM and Ctrl-C are passed on to every process, and no process is started again."""
 
         def ask(number: int, frame: Any) -> None:
-            self._asked = number
+            now = time.monotonic()
+            if self._asked and now < self._asked_at + SAME_S:
+                return
+            patience = {0: self.save_s, 1: self.grace_s}.get(len(self._asked), 0.0)
+            self._asked_at, self._kill_at = now, min(self._kill_at, now + patience)
+            self._asked.append(number)
 
         before = {number: signal.signal(number, ask) for number in (signal.SIGTERM, signal.SIGINT)}
         try:

@@ -57,6 +57,7 @@ AXES: dict[str, Axes] = {
 GENERATION_AXES: dict[str, Axes] = AXES | {
     "attention/qkv": ("embed", "kv_heads", None, "head"),
     "attention/qkv_bias": ("kv_heads", None, "head"),
+    "attention/o": ("embed", "heads", "head"),
     "mlp/gate_up": (None, "mlp", "embed"),
     "mlp/down": ("embed", "mlp"),
     "attention/qkv_lora_a": ("embed", None),
@@ -145,6 +146,7 @@ def fuse_layer(layer: Params) -> Params:
     if "q_bias" in attention:
         biases = (attention.pop(f"{name}_bias")[None] for name in "qkv")
         attention["qkv_bias"] = _fuse_heads(*biases)[0]
+    attention["o"] = attention["o"].transpose(2, 0, 1)
     gate_up = jnp.stack([mlp["gate"].T, mlp["up"].T])
     return {**layer, "attention": attention, "mlp": {"gate_up": gate_up, "down": mlp["down"].T}}
 

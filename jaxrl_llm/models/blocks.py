@@ -134,7 +134,7 @@ def _adapter_shapes(config: ModelConfig, lora: Lora, fused: bool) -> tuple[Adapt
 class Attention(Adapted):
     """Grouped-query attention (arXiv:2305.13245) with rotary positions; biases and q/k norms where the model has them.
 
-    Query head ``i`` reads key/value head ``i // group_size``. ``o`` is ``[H, h, D]``.
+    Query head ``i`` reads key/value head ``i // group_size``. ``o`` is ``[H, h, D]``, in generation ``[D, H, h]``.
     """
 
     qkv: nnx.Param  # only in the fused arrangement
@@ -156,7 +156,7 @@ class Attention(Adapted):
         if config.qk_norm:
             self.q_norm = RMSNorm(head, config.norm_eps)
             self.k_norm = RMSNorm(head, config.norm_eps)
-        self.o = normal(rngs, (heads, head, embed), config.init_scale)
+        self.o = normal(rngs, (embed, heads, head) if fused else (heads, head, embed), config.init_scale)
         if quantized:
             self.qkv_scale = nnx.Param(jnp.ones(shapes["qkv"][1:], jnp.float32))
             self.o_scale = nnx.Param(jnp.ones((embed,), jnp.float32))
@@ -166,15 +166,20 @@ class Attention(Adapted):
         if self.normed:
             q, k = self.q_norm(q), self.k_norm(k)
         attended = attend(rotate(q, rope), rotate(k, rope), v)
+        return self.adapted("o", self._output(attended), attended)
+
+    def _output(self, attended: Float[Array, "N H h"]) -> Float[Array, "N D"]:
+        if not self.fused:
+            return jnp.einsum("nih,ihd->nd", attended, self.o[...])
         scale = _scale_of(self, "o")
-        scale = None if scale is None else scale[None]
-        if self.fused and compiles_for_cpu():
-            # XLA:CPU would transpose the weight at every step to make one of the two summed axes. One from the start.
-            flat = jax.lax.optimization_barrier(attended.reshape(len(x), -1))
-            output = product("nf,fd->nd", flat, self.o[...].reshape(-1, x.shape[-1]), scale)
-        else:
-            output = product("nih,ihd->nd", attended, self.o[...], scale)
-        return self.adapted("o", output, attended)
+        if not compiles_for_cpu():
+            return product("nih,dih->nd", attended, self.o[...], None if scale is None else scale[None])
+        # As in `MLP`; with two summed axes XLA:CPU would transpose the weight at every step to make one of them.
+        columns = jax.lax.optimization_barrier(attended.reshape(len(attended), -1).T)
+        weight = self.o[...].reshape(self.o.shape[0], -1)
+        return jax.lax.optimization_barrier(
+            product("df,fn->dn", weight, columns, None if scale is None else scale[:, None])
+        ).T
 
     def project(self, x: Float[Array, "N D"]) -> tuple[Array, Array, Array]:
         """``[N, H, h]`` queries, ``[N, K, h]`` keys and values."""

@@ -366,7 +366,13 @@ class Decoder:
 
     def logits(self, params: Params, hidden: Float[Array, "*n D"]) -> Float[Array, "*n V"]:
         """Float32 logits of a few tokens, of either arrangement's parameters; -inf in padded rows of the vocabulary."""
-        logits = jnp.einsum("...d,vd->...v", hidden, self.output_weight(params), preferred_element_type=jnp.float32)
+        weight = self.output_weight(params)
+        if compiles_for_cpu():  # W @ x.T, as in `blocks.MLP`; the sampler reads the transposed result without a copy
+            columns = jax.lax.optimization_barrier(hidden.reshape(-1, hidden.shape[-1]).T)
+            flipped = jnp.einsum("vd,dn->vn", weight, columns, preferred_element_type=jnp.float32)
+            logits = jax.lax.optimization_barrier(flipped).T.reshape(*hidden.shape[:-1], -1)
+        else:
+            logits = jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
         if self.config.padded_vocab_size == self.config.vocab_size:
             return logits
         real = jnp.arange(self.config.padded_vocab_size) < self.config.vocab_size

@@ -19,6 +19,7 @@ import safetensors.numpy
 from jax.experimental import multihost_utils
 from jax.typing import DTypeLike
 
+from jaxrl_llm import processes
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.families.family import HfConfig
@@ -83,25 +84,34 @@ def write_model(
 
     Everything else is as in :func:`export_model`.
     """
-    target = export_target(folder, overwrite=overwrite)
-    temporary = target.with_name(target.name + ".incomplete")
-    writes = jax.process_index() == 0
-    if writes:
-        shutil.rmtree(temporary, ignore_errors=True)
-        try:
-            temporary.mkdir(parents=True)
-        except OSError as error:
-            raise UserError(
-                f"The export folder {str(target)!r} can't be made: {error.strerror}. Give one where you may write."
-            ) from error
+    temporary = target = Path()
+    writes = processes.is_first()
+    with processes.agreement():  # the others gather the parameters with it
+        if writes:
+            target = export_target(folder, overwrite=overwrite)
+            temporary = _make_temporary(target)
     _write_weights(temporary, decoder, params, rules, jnp.dtype(dtype), max_file_bytes, writes)
-    if writes:
-        _write_configs(temporary, configs)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(temporary)
-        for file in temporary.glob("*.safetensors"):  # their library makes them private whatever the umask
-            shutil.copymode(temporary / "config.json", file)
-        replace_folder(temporary, target)
+    with processes.agreement():
+        if writes:
+            _write_configs(temporary, configs)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(temporary)
+            for file in temporary.glob("*.safetensors"):  # their library makes them private whatever the umask
+                shutil.copymode(temporary / "config.json", file)
+            replace_folder(temporary, target)
+
+
+def _make_temporary(target: Path) -> Path:
+    """An empty folder beside ``target``."""
+    temporary = target.with_name(target.name + ".incomplete")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(
+            f"The export folder {str(target)!r} can't be made: {error.strerror}. Give one where you may write."
+        ) from error
+    return temporary
 
 
 def export_target(folder: str | Path, *, overwrite: bool) -> Path:
@@ -165,8 +175,9 @@ def _write_weights(
             if writes:
                 rows = decoder.config.vocab_size if rule.dimensions[0] == "V" else None
                 content[rule.name(layer)] = rule.to_file(value[:rows])
-        if writes:
-            safetensors.numpy.save_file(content, folder / name, metadata={"format": "pt"})
+        with processes.agreement():  # the next file's tensors are gathered only where this one is written
+            if writes:
+                safetensors.numpy.save_file(content, folder / name, metadata={"format": "pt"})
     if writes and len(files) > 1:
         weight_map = {
             rule.name(layer): name for name, entries in zip(names, files, strict=True) for rule, layer in entries

@@ -29,7 +29,7 @@ COMPUTE = "compute"
 FORMATS = {"int8": (jnp.dtype(jnp.int8), 127.0), "float8": (jnp.dtype(jnp.float8_e4m3fn), 448.0)}
 """The 8-bit choices of ``rollout.weight_dtype``: how values are stored, and the largest of them."""
 
-CONTRACTED = {"attention": {"qkv": (0,), "o": (0, 1)}, "mlp": {"gate_up": (2,), "down": (1,)}}
+CONTRACTED = {"attention": {"qkv": (0,), "o": (1, 2)}, "mlp": {"gate_up": (2,), "down": (1,)}}
 """The matrices of a layer, and which of their dimensions a product sums over; the others are output channels."""
 
 SCALE = "_scale"

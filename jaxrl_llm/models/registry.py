@@ -1,4 +1,43 @@
-"""The model families, by Hugging Face architecture name. A new family is one file in ``families`` and one line here."""
+"""The model families, by Hugging Face architecture name. A new family is one file in ``families`` and one line here.
+
+A family (`families.family.Family`) says how a ``config.json`` becomes a `ModelConfig`, and which tensor of a file holds
+which parameter (`tensors.TensorRule`). All that a `ModelConfig` can say is computed already: generation, training,
+adapters and export need nothing more. A complete file, of a model of Llama's shape that may have biases, whose blocks
+have names of their own and which keeps its last projection the other way round::
+
+    import dataclasses
+
+    from jaxrl_llm.models.config import ModelConfig
+    from jaxrl_llm.models.families.family import Family, HfConfig, read_shared
+    from jaxrl_llm.models.tensors import TensorRule, llama_rules, rule
+
+    def read(hf: HfConfig) -> ModelConfig:
+        return read_shared(hf, qkv_bias=hf["use_qkv_bias"])
+
+    def rules(config: ModelConfig) -> tuple[TensorRule, ...]:
+        found = {one.path: one for one in llama_rules(config)}
+        for path, one in found.items():
+            name = one.tensor.replace("model.layers.", "model.blocks.").replace("self_attn.", "attention.")
+            found[path] = dataclasses.replace(one, tensor=name)
+        # The parameter's dimensions, then the file's: F features to D of the width in both; llama_rules has "D F".
+        found["mlp/down"] = rule("mlp/down", "model.blocks.{layer}.mlp.down.weight", "F D", "F D")
+        return tuple(found.values())
+
+    NEW = Family(
+        architecture="NewForCausalLM",
+        model_type="new",
+        defaults={  # of keys that a config.json leaves out
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+            "use_qkv_bias": False,
+        },
+        required={"hidden_act": "silu", "quantization_config": None},  # other values are refused, not ignored
+        read=read,
+        write=lambda config: {"use_qkv_bias": config.qkv_bias},  # what `export` adds to the keys of all families
+        rules=rules,
+    )
+"""
 
 from __future__ import annotations
 

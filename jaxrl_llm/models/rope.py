@@ -97,9 +97,17 @@ def rope_tables(
 ) -> tuple[Float[Array, "N h"], Float[Array, "N h"]]:
     """cos and sin of every position, each half of the head the same; float32."""
     frequencies, factor = rope_frequencies(rope, head_size)
-    doubled = jnp.asarray(np.concatenate([frequencies, frequencies]), jnp.float32)
-    angles = positions.astype(jnp.float32)[:, None] * doubled[None, :]
-    return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(frequencies, jnp.float32)[None, :]
+    return _both_halves(jnp.cos(angles) * factor), _both_halves(jnp.sin(angles) * factor)
+
+
+def _both_halves(table: Float[Array, "N half"]) -> Float[Array, "N h"]:
+    if not compiles_for_cpu():
+        return jnp.concatenate([table, table], axis=-1)
+    # XLA:CPU would fuse the cosines into every use of the table, and compute them again for each head of each layer.
+    # It fuses nothing into a product; this one copies exactly.
+    twice = np.tile(np.eye(table.shape[1], dtype=np.float32), 2)
+    return jnp.einsum("nf,fh->nh", table, twice, precision=jax.lax.Precision.HIGHEST)
 
 
 def rotate(x: Float[Array, "N H h"], tables: tuple[Float[Array, "N h"], Float[Array, "N h"]]) -> Float[Array, "N H h"]:

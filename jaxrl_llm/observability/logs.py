@@ -14,7 +14,7 @@ class _CurrentStderr(logging.Handler):
 
 
 def show_logs(level: str) -> None:
-    """Shows messages of this package from ``level`` on, and warnings of every other library.
+    """Shows messages of this package and its kernels from ``level`` on, and warnings of every other library.
 
     Args:
       level: ``debug``, ``info``, ``warning`` or ``error``.
@@ -22,6 +22,7 @@ def show_logs(level: str) -> None:
     handler = _CurrentStderr()
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
-    logging.getLogger("jaxrl_llm").setLevel(level.upper())
+    for package in ("jaxrl_llm", "jaxrl_kernels"):
+        logging.getLogger(package).setLevel(level.upper())
     # orbax logs through absl: each file it moves, and as a warning that a reader was asked to read only.
     logging.getLogger("absl").setLevel(logging.WARNING if level == "debug" else logging.ERROR)

@@ -73,7 +73,7 @@ class Setup:
         dtype = jnp.dtype(compute_dtype(config, planned))
         if planned.kind.chip is not None and config.model.layers == "auto":  # also where CPUs stand in
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, layers="loop"))
-        models, states = AbstractRoles(config, algorithm, groups, dtype, total_updates=1).build()
+        models, states = AbstractRoles(config, algorithm, groups, dtype, total_steps=1).build()
         main = algorithm.main_role(config.algorithm.options).name
         row_shape = packing.RowShape.of(
             config.training.row_tokens,

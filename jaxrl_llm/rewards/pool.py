@@ -113,7 +113,8 @@ class RewardRunner:
             [index, 0, *fields]
             for index, fields in enumerate(zip(prompts, completions, answers, metadata, strict=True))
         ]
-        batch = _Batch.joined(processes.exchange(lambda: self._score_share(tasks)))
+        found = processes.exchange(lambda: self._score_share(tasks).plain())
+        batch = _Batch.joined([_Batch.of(list(self.weights), one) for one in found])
         components = batch.components(self._settings.failure_score)
         result = RewardResult(
             weighted_sum(components, self.weights), components, int(batch.failed.sum()), list(batch.messages)
@@ -277,6 +278,24 @@ class _Batch:
             name = f"{self.names[reward]}/{part}"
             column = self.parts.setdefault(name, np.full(len(self.scores), np.nan, np.float32))
             column[sample] = value
+
+    def plain(self) -> dict[str, Any]:
+        """For other processes: plain values, each float32 exactly as it is."""
+        return {
+            "scores": self.scores.tolist(),
+            "failed": self.failed.tolist(),
+            "parts": {name: column.tolist() for name, column in self.parts.items()},
+            "messages": list(self.messages),
+        }
+
+    @classmethod
+    def of(cls, names: list[str], told: Mapping[str, Any]) -> _Batch:
+        """What `plain` has told of."""
+        batch = cls(names, len(told["scores"]))
+        batch.scores[:], batch.failed[:] = told["scores"], told["failed"]
+        batch.parts = {name: np.array(column, np.float32) for name, column in told["parts"].items()}
+        batch.messages = dict.fromkeys(told["messages"])
+        return batch
 
     @classmethod
     def joined(cls, batches: Sequence[_Batch]) -> _Batch:

@@ -1,11 +1,15 @@
-"""The rule of ``auto`` for kernels that exist in plain XLA and for Pallas's Triton backend."""
+"""The rule of ``auto`` for kernels in plain XLA and for Pallas's Triton backend, and how a choice is told."""
 
 import dataclasses
+import functools
+import logging
 
 import jax
 
 from jaxrl_kernels import triton_tiles
 from jaxrl_kernels.device import Device
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,13 @@ def choose_for(device: Device, dtype, head_size: int, automatic_axes: tuple[str,
     if reason := why_not("pallas_triton", device, dtype, head_size, automatic_axes):
         return Choice("xla", f"{device.kind}: 'pallas_triton' {reason.partition('; choose')[0]}")
     return Choice("pallas_triton", f"{device.kind}: NVIDIA GPU since Ampere, by rule and not yet by measurement")
+
+
+@functools.cache
+def tell(kernel: str, choice: Choice) -> None:
+    """Logs what ``auto`` took and why, at level info; the same for the same kernel is told once in a process, however
+    often it is traced."""
+    logger.info("%s: %s (%s)", kernel, choice.name, choice.reason)
 
 
 def why_not(name: str, device: Device, dtype, head_size: int, automatic_axes: tuple[str, ...] = ()) -> str | None:

@@ -182,3 +182,25 @@ def test_remax_compares_with_the_greedy_answer_and_does_not_train_on_it():
     sequences = remax.prepare(context, rollouts)
     assert [one.tolist() for one in sequences.advantages] == [[0, 0.75], [0, -0.25], [0, -1.5], [0, 0]]
     assert [mask.tolist() for mask in sequences.loss_mask] == [[False, True]] * 3 + [[False, False]]
+
+
+def test_remax_penalises_the_greedy_answer_like_the_samples():
+    """A penalty of half a token of ramp each. Caught: a baseline without the penalty, which makes long answers bad
+    even where the greedy one is as long; the metric of the reward with the penalty in."""
+    lengths = {"samples": (4, 3, 2, 4), "greedy": (4, 3)}
+
+    def generate(examples, **arguments):
+        rollouts = rollouts_of([(1.0, 0.0), (0.5, 1.0)], 0)
+        responses = [np.full(length, 7, np.int32) for length in lengths["greedy" if arguments else "samples"]]
+        sampled = [np.zeros(len(ids), np.float32) for ids in responses]
+        rollouts = dataclasses.replace(rollouts, responses=responses, sampler_logprobs=sampled)
+        return dataclasses.replace(rollouts, rewards=np.array([0.25, 2.0], np.float32)) if arguments else rollouts
+
+    config = make_config("remax", samples=2, batch=2, overlong_buffer_tokens=2, overlong_penalty=1.0)  # of 4 tokens
+    context, remax = FakeContext(config, generate=generate), ALGORITHMS["remax"]
+    rollouts = remax.collect(context, rollouts_of([SIGNAL, SIGNAL], 0).examples)
+    assert rollouts.metrics["reward/greedy/mean"] == pytest.approx(1.125)
+    sequences = remax.prepare(context, rollouts)
+    got = [float(one[-1]) for one in sequences.advantages]
+    rewards, baselines = np.array([1 - 1.0, 0 - 0.5, 0.5, 1 - 1.0]), np.array([0.25 - 1.0, 2.0 - 0.5])
+    np.testing.assert_allclose(got, rewards - np.repeat(baselines, 2), atol=1e-6)

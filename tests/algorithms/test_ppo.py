@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import packing, update
+from jaxrl_llm import optimizer, packing, update
 from jaxrl_llm.algorithms import ppo
 from jaxrl_llm.algorithms.interface import Sequences
 from jaxrl_llm.errors import UserError
@@ -82,7 +82,7 @@ def test_a_value_is_that_of_the_state_its_token_was_chosen_in(trainer):
     """Prompts shared in packed rows, against one forward pass of each sequence alone; in the values that the
     advantages read as in those that the critic's loss reads.
 
-    Against: the value of the token's own column; the value of the column before, which at a completion that shares its
+    Caught: the value of the token's own column; the value of the column before, which at a completion that shares its
     prompt is another completion's last; the value after the token in the loss.
     """
     rollouts = fixed_rollouts(trainer)
@@ -119,9 +119,11 @@ def test_a_value_is_that_of_the_state_its_token_was_chosen_in(trainer):
         np.testing.assert_allclose(before[n][start:], after[start - 1 : -1], atol=1e-4)
 
 
-def test_only_a_response_that_was_cut_goes_on(trainer):
-    """Caught: a bootstrap of 0 for one that was cut; a value for one that ended; the value of the wrong state."""
-    config = host_config("ppo", whiten_advantages=False)
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_only_a_response_that_was_cut_goes_on(trainer, goes_on):
+    """Caught: a bootstrap of 0 for one that was cut; a value for one that ended; the value of the wrong state; the
+    option that takes it for finished not read."""
+    config = host_config("ppo", whiten_advantages=False, bootstrap_truncated=goes_on)
 
     class Known(FakeContext):
         def values(self, role, sequences):  # of the state before token t: t
@@ -133,14 +135,23 @@ def test_only_a_response_that_was_cut_goes_on(trainer):
     for n, ids in enumerate(rollouts.responses):
         length = len(sequences.tokens[n])
         state = np.arange(length - len(ids), length)
-        goal = rollouts.rewards[n] + (length if n == 0 else 0)
+        goal = rollouts.rewards[n] + (length if n == 0 and goes_on else 0)
         np.testing.assert_allclose(sequences.extras["returns"][n][-len(ids) :], goal)
         np.testing.assert_allclose(sequences.advantages[n][-len(ids) :], goal - state)
 
 
-def test_the_critic_learns_alone_in_its_first_steps():
-    """Bit for bit. Against: a policy that is updated too."""
-    warm = make_trainer(**{"critic.warmup_steps": 1})
+def test_the_critic_learns_alone_in_its_first_steps(monkeypatch):
+    """Bit for bit; each role's schedule is as long as its own updates. Caught: a policy that is updated too; a
+    policy's schedule of the whole run, whose decay its updates never end; a critic's that is shorter."""
+    lengths, make = {}, optimizer.make_optimizer
+
+    def recorded(settings, updates):
+        lengths[type(settings)] = updates
+        return make(settings, updates)
+
+    monkeypatch.setattr(optimizer, "make_optimizer", recorded)
+    warm = make_trainer(**{"critic.warmup_steps": 1, "training.epochs": 2, "num_steps": 2})
+    assert lengths == {configs.OptimizerConfig: 2, configs.CriticOptimizerConfig: 4}
     policy, critic = params_of(warm, "policy"), params_of(warm, "critic")
     metrics, _ = warm.step(next(warm.data))
     assert same(params_of(warm, "policy"), policy) and not same(params_of(warm, "critic"), critic)
@@ -149,13 +160,15 @@ def test_the_critic_learns_alone_in_its_first_steps():
     metrics, _ = warm.step(next(warm.data))
     warm.close()
     assert not same(params_of(warm, "policy"), policy)
-    assert "loss/value" in metrics and metrics["policy/ratio_mean"] == pytest.approx(1.0)
+    assert "loss/value" in metrics and metrics["policy/ratio_mean"] != 1.0
+    counts = {name: int(warm.roles[name].opt_state[0].count) for name in warm.roles}
+    assert counts == {"policy": lengths[configs.OptimizerConfig], "critic": lengths[configs.CriticOptimizerConfig]}
 
 
 def test_the_critic_comes_to_explain_the_returns(trainer):
     """On fixed rollouts whose return is told by the prompt. A head that starts at 0 explains nothing.
 
-    Against: a loss of the wrong sign; values that are trained for another state than they are read at (0.2).
+    Caught: a loss of the wrong sign.
     """
     rollouts = fixed_rollouts(trainer)
     state = trainer.roles["critic"]
@@ -239,6 +252,6 @@ def test_options_that_cannot_work_are_refused(changes, message):
 
 
 def test_sequences_are_shared_by_policy_and_critic(trainer):
-    """Against: a batch packed and sent twice, for each role."""
+    """Caught: a batch packed and sent twice, for each role."""
     prepared = ppo.prepare(StepContext(trainer, PhaseTimer()), fixed_rollouts(trainer))
     assert isinstance(prepared["policy"], Sequences) and prepared["policy"] is prepared["critic"]

@@ -88,7 +88,7 @@ def assert_loop_carries(text, weight_dtype, layers):
     stored = {"int8": "s8", "float8": "f8e4m3fn"}[weight_dtype]
     for part, name in (("attention", "qkv"), ("attention", "o"), ("mlp", "gate_up"), ("mlp", "down")):
         sizes = list(layers[0][part][name].shape)
-        forms = [sizes] if name != "o" else [sizes, [sizes[0] * sizes[1], sizes[2]]]  # heads and head size as one axis
+        forms = [sizes] if name != "o" else [sizes, [sizes[0], sizes[1] * sizes[2]]]  # heads and head size as one axis
         shapes = [str(form).replace(" ", "") for form in forms]
         assert sum(carried.count(f"{stored}{shape}") for shape in shapes) == len(layers), name
         assert not any(f"f32{shape}" in carried for shape in shapes), name

@@ -329,6 +329,24 @@ def test_work_of_the_host_between_dispatches_is_counted(one_slot, make_request):
     assert before < 0.6
 
 
+def test_row_steps_and_decode_alone_are_counted(one_slot, model, rollout, make_request):
+    """Two samples in four rows: 2 x 12 tokens in three dispatches of 5, 5 and 2 steps, the first behind the prefill.
+    Caught: a row that is idle or has ended counted as work; the seconds of prefill among those of decode."""
+    engine, params = model.engine(rollout(num_slots=4))
+    engine.generate(
+        params, [make_request(5, max_tokens=7, ignore_eos=True), make_request(6, max_tokens=12, ignore_eos=True)]
+    )
+    stats = engine.stats
+    assert (stats.decode_steps, stats.row_steps, stats.made_tokens) == (12, 48, 19)
+    assert stats.wasted_fraction == pytest.approx(1 - 19 / 48)
+    assert stats.decode_tokens == 19 - 2 * 5
+    assert 0 < stats.decode_s < stats.seconds
+    assert stats.decode_tokens_per_s == pytest.approx(9 / stats.decode_s)
+    engine, params = one_slot
+    engine.generate(params, [make_request(5, max_tokens=5, ignore_eos=True)])
+    assert (engine.stats.decode_tokens, engine.stats.decode_tokens_per_s) == (0, 0.0)
+
+
 def test_ragged_traffic(model, rollout, make_request):
     """200 requests of random lengths, one to three samples each, in a pool for a few of them, after `warmup`: nothing
     compiles, every response has its length, no page is lost, and company changes no token.

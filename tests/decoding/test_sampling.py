@@ -53,7 +53,7 @@ def test_implied_distribution_is_exact():
     logits = peaked(1, vocab)
     exact = np.exp(logits[0].astype(np.float64) - logits.max())
     exact /= exact.sum()
-    _, weights = sampling._weights(jnp.asarray(logits), jnp.ones(1))
+    _, weights = sampling._weights(jnp.asarray(logits).T, jnp.ones(1))
     chunks = weights.reshape(-1, sampling.CHUNK)
     outer = sampling.integer_weights(chunks.sum(-1)[None])
     inner = sampling.integer_weights(chunks)

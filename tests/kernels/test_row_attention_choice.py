@@ -1,11 +1,14 @@
 """Which implementation of row and prefill attention runs: the rule of `auto`, and explicit choices that can't run."""
 
+import logging
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxrl_kernels import choice, gpu_compile
 from jaxrl_kernels.device import Device
+from jaxrl_kernels.paged_attention import api as paged
 from jaxrl_kernels.prefill_attention import api as prefill
 from jaxrl_kernels.prefill_attention.cases import CASES as PREFILL_CASES
 from jaxrl_kernels.prefill_attention.cases import inputs as prefill_inputs
@@ -89,3 +92,32 @@ def test_auto_takes_xla_for_keys_of_another_dtype():
     for keys, kernels in ((narrow, ()), (wide, ("triton",))):
         text = gpu_compile.lower(rows.row_attention, wide, keys, keys, *fields)
         assert gpu_compile.kernel_targets(text) == kernels
+
+
+def test_auto_says_what_it_took_and_why(caplog):
+    """Once for each kernel and choice, however many layers are traced. Caught: any of the three that says nothing; a
+    line for each layer; the reason of the device where the dtypes decide."""
+    choice.tell.cache_clear()
+    struct, ids = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((8,), jnp.int32)
+    wide, narrow = (struct((8, 2, 64), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    pages = struct((3, 4, 2, 64), jnp.float32)
+    row = [struct((1, *x.shape), x.dtype) for x in (wide, wide, wide, ids, ids)]
+
+    def layers(*arguments):
+        return [rows.row_attention(*arguments) for _ in range(2)]
+
+    with caplog.at_level(logging.INFO, "jaxrl_kernels"):
+        jax.eval_shape(layers, *row)
+        jax.eval_shape(prefill.prefill_attention, wide, wide, wide, ids, ids)
+        jax.eval_shape(prefill.prefill_attention, wide, narrow, narrow, ids, ids)
+        jax.eval_shape(paged.paged_attention, wide, pages, pages, struct((8, 2), jnp.int32), ids)
+        gpu_compile.lower(layers, *row)
+    cpu = "xla (cpu: blocks in plain XLA; the kernel is for NVIDIA GPUs)"
+    told = [record.getMessage() for record in caplog.records]
+    assert told[:4] == [
+        f"row attention: {cpu}",
+        f"prefill attention: {cpu}",
+        "prefill attention: xla (queries, keys and pages differ in dtype)",
+        "paged attention: xla (cpu: the page gather by XLA; the kernels are for NVIDIA GPUs)",
+    ]
+    assert len(told) == 5 and told[4].startswith("row attention: pallas_triton (NVIDIA H200: ")

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import pathlib
+import signal
 import sys
+import tempfile
+import threading
 
 import numpy as np
 
@@ -27,6 +31,52 @@ def fail(error: Exception, where: int) -> None:
             raise error
 
 
+class Listing:
+    """In place of orbax's manager: the checkpoints that a process knows of, and those that it would find by now."""
+
+    def __init__(self, known: list[int], found: list[int]):
+        self.known, self.found = known, found
+
+    def all_steps(self) -> list[int]:
+        return self.known
+
+    def latest_step(self) -> int | None:
+        return max(self.known, default=None)
+
+    def reload(self) -> None:
+        self.known = self.found
+
+
+def which_checkpoints(me: int) -> None:
+    """Processes that see different files: one error for all, or what process 0 has seen. Not a wait of one for the
+    other."""
+    from jaxrl_llm.checkpoint import Checkpoints, holds_checkpoints
+    from jaxrl_llm.config import CheckpointConfig
+
+    with tempfile.TemporaryDirectory() as own:
+        folder = pathlib.Path(own)
+        assert not holds_checkpoints(folder)
+        if me == 0:
+            (folder / "checkpoints").mkdir()
+        name, text = raised(lambda: holds_checkpoints(folder))
+        assert name == "UserError" and "of 2 processes, 1 can't see these checkpoints" in text
+
+        checkpoints = object.__new__(Checkpoints)
+        checkpoints.directory = folder
+        checkpoints._manager = Listing([1, 2] if me == 0 else [1], [1, 2])
+        assert checkpoints.newest() == 2 and checkpoints._complete(None) == 2
+        checkpoints._manager = Listing([1, 2], []) if me == 0 else Listing([1], [1])
+        name, text = raised(lambda: checkpoints._complete(None))
+        assert name == "UserError" and "no complete checkpoint of step 2 there; complete ones: [1]." in text
+        checkpoints._manager = Listing([], []) if me == 0 else Listing([1], [1])
+        assert checkpoints.newest() is None and checkpoints.read_host() == {}
+
+        if me == 0:  # which alone makes the folder
+            (folder / "run").touch()
+        name, text = raised(lambda: Checkpoints(folder / "run", CheckpointConfig()))
+        assert name == "UserError" and "can't be made (Not a directory)" in text
+
+
 def main() -> None:
     join(find(os.environ), heartbeat_s=10, join_timeout_s=60)
     import jax
@@ -48,6 +98,16 @@ def main() -> None:
     assert raised(lambda: fail(KeyError("row"), where=0)) == expected
     name, text = raised(lambda: processes.require_equal({"the configuration": me, "the code": 1}))
     assert name == "UserError" and "Process 1 of 2 differs from process 0 in the configuration." in text
+
+    # What would be another value where it arrives is refused, on all.
+    plain = {"exact": 0.1 + 0.2, "none": [None, True, float("inf")], "text": "\ud800 \u00e9"}
+    assert processes.exchange(lambda: {**plain, "own": me}) == [{**plain, "own": 0}, {**plain, "own": 1}]
+    assert np.isnan(processes.exchange(lambda: float("nan"))).all()
+    for value in ((1, 2), {1: 2}, np.float32(1), [b"x"]):
+        name, text = raised(lambda value=value: processes.exchange(lambda: value if me else 0))
+        assert (name, "can't be sent" in text) == (("RuntimeError", "TypeError")[me], True)
+
+    which_checkpoints(me)
 
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), PartitionSpec("d"))
     placed = processes.put(np.arange(4, dtype=np.int32), sharding)
@@ -73,6 +133,7 @@ def main() -> None:
             raise AssertionError("nothing could be scored, and the run goes on")
 
     if me == 1:
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()  # while it waits for the other one
         leave(3)  # an error of this one alone
     processes.any_of(False)  # never answered
 

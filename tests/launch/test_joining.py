@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.launch.joining import Joining, find
+
+# jax is loaded here, which warns of the fork; the child becomes another program at once.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 SLURM = {
     "SLURM_JOB_ID": "7",
@@ -71,6 +78,67 @@ def test_kubernetes(monkeypatch: pytest.MonkeyPatch, caplog):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     assert find(pod) == Joining(cluster=None)
     assert find({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}) is None  # any pod, a notebook say
+
+
+JOIN = """
+import os
+from jaxrl_llm import processes
+from jaxrl_llm.launch.joining import find, join
+join(find(os.environ), heartbeat_s=10, join_timeout_s=60)
+import jax
+print(processes.exchange(lambda: [processes.index(), len(jax.local_devices()), len(jax.devices())]))
+"""
+
+
+@pytest.mark.parametrize("cluster", ["slurm", "ompi"])
+def test_two_processes_join_by_the_variables_of_a_cluster(cluster: str):
+    """As `srun` and `mpirun` set them, on this machine. Caught: a name of jax's method that it does not know, which
+    leaves each process alone."""
+    port = free_port()
+    started = []
+    for rank in range(2):
+        variables = {
+            "slurm": {
+                **SLURM,
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_NTASKS": "2",
+                "SLURM_PROCID": str(rank),
+                "SLURM_LOCALID": str(rank),
+                "SLURM_STEP_TASKS_PER_NODE": "2",
+            },
+            "ompi": {
+                **MPI,
+                "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://127.0.0.1:34911",
+                "OMPI_COMM_WORLD_RANK": str(rank),
+                "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
+            },
+        }[cluster]
+        environment = {
+            **os.environ,
+            **variables,
+            "PYTHONPATH": os.pathsep.join(sys.path),
+            "JAX_COORDINATOR_PORT": str(port),
+            "JAX_COORDINATOR_BIND_ADDRESS": f"127.0.0.1:{port}",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        }
+        command = [sys.executable, "-c", JOIN]
+        started.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    try:
+        told = [process.communicate(timeout=90) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    # gloo says on standard output that it is connected.
+    assert [out.splitlines()[-1] for out, _ in told] == ["[[0, 1, 2], [1, 1, 2]]"] * 2, told
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def test_jax_understands_the_clusters_that_are_found(monkeypatch: pytest.MonkeyPatch):

@@ -121,6 +121,71 @@ time.sleep(60)
     assert len(list(tmp_path.glob("heard_*"))) == 2
 
 
+DEAF = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(here / f"pid_{me}").write_text(str(os.getpid()))
+(here / f"ready_{me}").touch()
+time.sleep(60)
+"""
+
+
+def ask_when_ready(tmp_path: pathlib.Path, *pauses_s: float) -> threading.Thread:
+    """A thread that sends SIGTERM to this process once both programs run, and again after each pause."""
+
+    def ask() -> None:
+        while len(list(tmp_path.glob("ready_*"))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+        for pause in pauses_s:
+            time.sleep(pause)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("save_s", "grace_s", "pauses_s", "told"),
+    [
+        (0.4, 60.0, (), "after 0.4 s is killed (--save-grace-s)"),
+        (60.0, 0.4, (1.2,), "SIGTERM again: what still runs in 0.4 s is killed"),
+        (60.0, 60.0, (1.2, 1.2), "a third kills at once"),
+    ],
+)
+def test_a_run_that_does_not_hear_sigterm_is_killed(
+    tmp_path: pathlib.Path, save_s: float, grace_s: float, pauses_s: tuple[float, ...], told: str, capfd
+):
+    """After the time to save; soon after a second signal; at once after a third. And it does not start again. Caught: a
+    launcher that waits for ever, and one that asks the others to end for another grace."""
+    asking = ask_when_ready(tmp_path, *pauses_s)
+    start = time.monotonic()
+    assert supervised(tmp_path, DEAF, save_s=save_s, grace_s=grace_s).run() == 128 + signal.SIGKILL
+    assert time.monotonic() - start < 20
+    asking.join()
+    for index in range(2):
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"pid_{index}").read_text()), 0)
+    shown = capfd.readouterr().err
+    assert told in shown and shown.count("has not ended: killed") == 2 and "start again" not in shown
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: pathlib.Path, capfd):
+    """As `timeout` sends it. Caught: a run that is killed while it saves."""
+    program = """
+def save(*_):
+    time.sleep(1.5)
+    sys.exit(75)
+signal.signal(signal.SIGTERM, save)
+(here / f"ready_{me}").touch()
+time.sleep(60)
+"""
+    asking = ask_when_ready(tmp_path, 0.3, 0.3)
+    assert supervised(tmp_path, program, grace_s=0.0).run() == 75
+    asking.join()
+    assert "again" not in capfd.readouterr().err
+
+
 def test_gpus_are_divided_and_never_given_twice():
     assert command.devices_per_process(4, None, {}, 8) == 2
     assert command.device_environment(1, 2, {}, 8) == {"JAX_LOCAL_DEVICE_IDS": "2,3"}

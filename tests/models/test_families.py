@@ -1,12 +1,15 @@
 """Every family against transformers and torch, on small random models: config, weights, logits, and back."""
 
 import json
+import textwrap
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import registry
 from jaxrl_llm.models.config import RopeConfig
 from jaxrl_llm.models.export import export_model
 from jaxrl_llm.models.loading import load_config, load_model
@@ -187,6 +190,39 @@ def test_keys_of_transformers_4():
 def test_what_would_change_the_model_silently_is_refused(changes, message):
     with pytest.raises(UserError, match=message):
         config_from_hf({**SHAPE, "architectures": ["LlamaForCausalLM"], **changes}, "test")
+
+
+def test_the_example_of_the_registry_is_a_family(tmp_path, monkeypatch):
+    """Its code as it stands, on a Qwen2 whose tensors have its names: the logits of transformers, and the same file
+    back. Caught: an example that is not up to date; a rule that reads the turned matrix as the others; a config that
+    forgets the biases when it is read or written."""
+    names = {}
+    exec(textwrap.dedent(registry.__doc__.partition("the other way round::\n")[2]), names)
+    monkeypatch.setitem(FAMILIES, "NewForCausalLM", names["NEW"])
+    model = _torch_model("qwen2")
+    weights = {}
+    for key, value in model.state_dict().items():
+        if "down_proj" in key:
+            key, value = key.replace("down_proj", "down"), value.T
+        key = key.replace("model.layers.", "model.blocks.").replace("self_attn.", "attention.")
+        weights[key] = np.ascontiguousarray(value.numpy())
+    hf = {**SHAPE, "architectures": ["NewForCausalLM"], "model_type": "new", "use_qkv_bias": True}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(hf))
+    save_file(weights, tmp_path / "model" / "model.safetensors")
+
+    tokens = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], (2, 20))
+    decoder, params = load_model(tmp_path / "model")
+    logits = jax.jit(lambda params, *row: decoder.logits(params, decoder.hidden(params, *row)))(
+        params, *one_segment(tokens)
+    )
+    np.testing.assert_allclose(np.asarray(logits)[..., : SHAPE["vocab_size"]], _torch_logits(model, tokens), atol=1e-4)
+    export_model(tmp_path / "exported", decoder, params, None)
+    back = load_file(tmp_path / "exported" / "model.safetensors")
+    assert back.keys() == weights.keys()
+    for key, value in weights.items():
+        np.testing.assert_array_equal(back[key], value, err_msg=key)
+    assert load_config(tmp_path / "exported").qkv_bias
 
 
 def test_end_of_sequence_ids_of_both_files(tmp_path):

@@ -12,7 +12,7 @@ from jaxrl_llm.observability.logs import show_logs
 
 @pytest.fixture(autouse=True)
 def restored():
-    root, names = logging.getLogger(), ("", "jaxrl_llm", "absl")
+    root, names = logging.getLogger(), ("", "jaxrl_llm", "jaxrl_kernels", "absl")
     handlers, levels = root.handlers[:], {name: logging.getLogger(name).level for name in names}
     yield
     root.handlers[:] = handlers
@@ -24,11 +24,14 @@ def test_messages_of_the_package_only(capsys):
     """Caught: the level set on the root logger, which printed a page of orbax's lines per checkpoint."""
     show_logs("info")
     logging.getLogger("jaxrl_llm.trainer").info("resumed")
+    logging.getLogger("jaxrl_kernels.choice").info("row attention")
     logging.getLogger("jaxrl_llm.trainer").debug("hidden")
     logging.getLogger("absl").info("hidden")
     logging.getLogger("other").info("hidden")
     logging.getLogger("other").warning("careful")
-    assert capsys.readouterr().err == "INFO jaxrl_llm.trainer: resumed\nWARNING other: careful\n"
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:1] == ["INFO jaxrl_llm.trainer: resumed"]
+    assert lines[1:] == ["INFO jaxrl_kernels.choice: row attention", "WARNING other: careful"]
 
 
 def test_a_replaced_stderr_is_used(monkeypatch):

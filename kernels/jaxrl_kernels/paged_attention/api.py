@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxrl_kernels.choice import Choice, automatic_axes
+from jaxrl_kernels.choice import Choice, automatic_axes, tell
 from jaxrl_kernels.device import Device, target_device
 from jaxrl_kernels.paged_attention import pallas_mosaic, pallas_triton, reference, xla
 
@@ -71,7 +71,9 @@ def paged_attention(
     device = target_device()
     traits = q.dtype, q.shape[-1], k_pages.shape[1], automatic_axes()
     if implementation == "auto":
-        implementation = choose_for(device, *traits).name
+        choice = choose_for(device, *traits)
+        tell("paged attention", choice)
+        implementation = choice.name
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"paged attention implementation {implementation!r} is unknown; choose one of auto, "

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jaxrl_kernels.choice import automatic_axes, choose_for, why_not
+from jaxrl_kernels.choice import Choice, automatic_axes, choose_for, tell, why_not
 from jaxrl_kernels.device import target_device
 from jaxrl_kernels.prefill_attention import pallas_triton, reference, xla
 
@@ -87,7 +87,9 @@ def prefill_attention(
     name = implementation
     if name == "auto":
         one_dtype = all(x.dtype == q.dtype for x in (k, v, *(pages or ())))
-        name = choose_for(*traits).name if one_dtype else "xla"
+        choice = choose_for(*traits) if one_dtype else Choice("xla", "queries, keys and pages differ in dtype")
+        tell("prefill attention", choice)
+        name = choice.name
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"prefill attention implementation {name!r} is unknown; choose auto or {', '.join(IMPLEMENTATIONS)}"

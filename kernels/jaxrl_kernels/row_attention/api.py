@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrl_kernels.choice import automatic_axes, choose_for, not_manual_axes, why_not
+from jaxrl_kernels.choice import Choice, automatic_axes, choose_for, not_manual_axes, tell, why_not
 from jaxrl_kernels.device import target_device
 from jaxrl_kernels.row_attention import pallas_triton, reference, xla
 
@@ -95,10 +95,14 @@ def row_attention(
     axes = automatic_axes() if mesh_axes is None else ()
     name = implementation
     if name == "auto":
-        name = choose_for(device, q.dtype, q.shape[-1], axes).name
-        uneven = mesh_axes is not None and _uneven(mesh_axes, q.shape[0], k.shape[2])
-        if name in _PALLAS and (uneven or not q.dtype == k.dtype == v.dtype):
-            name = "xla"
+        choice = choose_for(device, q.dtype, q.shape[-1], axes)
+        if choice.name in _PALLAS and not q.dtype == k.dtype == v.dtype:
+            choice = Choice("xla", "queries, keys and values differ in dtype")
+        elif choice.name in _PALLAS and mesh_axes is not None:
+            uneven = _uneven(mesh_axes, q.shape[0], k.shape[2])
+            choice = Choice("xla", f"{choice.name!r} {uneven.partition('; choose')[0]}") if uneven else choice
+        tell("row attention", choice)
+        name = choice.name
     if name not in IMPLEMENTATIONS:
         raise ValueError(
             f"row attention implementation {name!r} is unknown; choose auto or {', '.join(IMPLEMENTATIONS)}"
