@@ -65,7 +65,7 @@ beside = functools.cache(functools.partial(gradient_step, teacher_sizes=None))
 @pytest.mark.parametrize("top_k", [0, 3])
 def test_the_update_is_the_same(top_k):
     """Over the whole vocabulary and of candidates alone; the teacher's four devices split other things than the
-    policy's. Caught: rows that cross in another order; the states of the first micro-batch for all."""
+    policy's. Caught: the states of the first micro-batch for all."""
     expected_params, expected = beside(top_k)
     params, metrics = gradient_step(top_k, MeshConfig(data=2, fsdp=1, tensor=2))
     assert expected["distillation/divergence"] > 1e-3 and expected["policy/grad_norm"] > 1e-3

@@ -32,7 +32,7 @@ TARGETS = [
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(SOURCES, TARGETS)), ids=str)
 def test_values_arrive_where_they_belong(source, target):
-    """Caught: pieces joined in another order; a shard cut from the wrong end."""
+    """Caught: pieces joined in another order, or sent to another device."""
     value = np.arange(12 * 24 * 2, dtype=np.float32).reshape(12, 24, 2)
     array = jax.device_put(value, source)
     assert lies_apart(array, target) and not lies_apart(array, source)
@@ -65,7 +65,7 @@ def test_several_at_once_and_again():
 def test_each_device_receives_its_shard_and_senders_take_turns(monkeypatch):
     """Of an array that four devices hold, split over two that hold it twice: four pieces, of four senders.
 
-    Caught: one device that sends all; whole arrays sent and cut where they arrive."""
+    Caught: two that send all."""
     put, sent = jax.device_put, []
 
     def watched(values, devices):

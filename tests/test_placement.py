@@ -46,9 +46,7 @@ def figures(told):
 def test_ppo_on_four_blocks_then_on_two_others_is_ppo_on_one(rows_file, tmp_path):
     """Meshes of one shape compute the same bits wherever they are. The first step has generation, critic and reference
     on devices of their own; it is saved, and the second goes on with another placement, whose critic rests in the
-    host's memory and whose decoder gives its pages back.
-
-    Caught: a critic that starts from other parameters; rows of the policy's block; a role saved by none."""
+    host's memory and whose decoder gives its pages back."""
     together, told = run(config_of(rows_file), tmp_path / "together", devices=2)
     blocks = {f"placement__{role}__fsdp": 2 for role in ("generation", "critic", "reference")}
     first, told_first = run(config_of(rows_file, num_steps=1, **blocks), tmp_path / "apart", devices=8)
@@ -71,9 +69,7 @@ def test_ppo_on_four_blocks_then_on_two_others_is_ppo_on_one(rows_file, tmp_path
 
 
 def test_grpo_on_three_blocks_of_other_shapes_is_grpo_on_one(rows_file, tmp_path):
-    """Eight devices either way. Sums in another order differ by rounding of float32: parameters move by 1e-3 a step.
-
-    Caught: a reference without its share of the rows."""
+    """Eight devices either way. Sums in another order differ by rounding of float32: parameters move by 1e-3 a step."""
     together, told = run(config_of(rows_file, "grpo", mesh__tensor=2, mesh__fsdp=4), tmp_path / "together", devices=8)
     sizes = {"mesh__tensor": 2, "placement__generation__tensor": 2, "placement__reference__data": 2}
     apart, told_apart = run(config_of(rows_file, "grpo", **sizes), tmp_path / "apart", devices=8)
