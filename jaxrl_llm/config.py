@@ -360,6 +360,48 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class BlockConfig:
+    """Devices of a role's own, as a mesh; all sizes 0: it is colocated with the policy. Beside others, 0 is
+    1."""
+
+    data: int = option(0, "As mesh.data, of this block.", low=0, unit="devices")
+    fsdp: int = option(0, "As mesh.fsdp, of this block.", low=0, unit="devices")
+    tensor: int = option(0, "As mesh.tensor, of this block.", low=0, unit="devices")
+    pipeline: int = option(0, "As mesh.pipeline, of this block.", low=0, unit="devices")
+    beside: str = option("", "In place of sizes: the role whose block this one shares; empty: none.")
+
+    @property
+    def mesh(self) -> MeshConfig | None:
+        """The sizes; None without."""
+        sizes = {axis.name: getattr(self, axis.name) for axis in dataclasses.fields(MeshConfig)}
+        return MeshConfig(**{axis: max(size, 1) for axis, size in sizes.items()}) if any(sizes.values()) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementConfig:
+    """Which roles have devices of their own. The policy's block (`mesh`) is the first devices; the others follow it in
+    the order given here, and none overlap."""
+
+    generation: BlockConfig = option(BlockConfig, "")
+    critic: BlockConfig = option(BlockConfig, "")
+    reference: BlockConfig = option(BlockConfig, "")
+    teacher: BlockConfig = option(BlockConfig, "")
+    reward_model: BlockConfig = option(BlockConfig, "")
+
+    def blocks(self) -> dict[str, MeshConfig]:
+        """The blocks beside the policy's, by the role that has given the sizes, in the order of their devices."""
+        named = {role.name: getattr(self, role.name).mesh for role in dataclasses.fields(self)}
+        return {role: mesh for role, mesh in named.items() if mesh is not None}
+
+    def owner(self, role: str) -> str:
+        """Whose block a role is on: a key of `blocks`, or ``policy``."""
+        block = getattr(self, role, None)
+        if block is None or block.mesh is not None:
+            return "policy" if block is None else role
+        return block.beside or "policy"
+
+
+@dataclasses.dataclass(frozen=True)
 class ProcessesConfig:
     """How the processes of a run find each other; how many there are, the command line or the cluster says."""
 
@@ -518,6 +560,7 @@ class RunConfig:
     reward_model: RewardModelConfig = option(RewardModelConfig, "")
     reward_runner: RewardRunnerConfig = option(RewardRunnerConfig, "")
     mesh: MeshConfig = option(MeshConfig, "")
+    placement: PlacementConfig = option(PlacementConfig, "")
     processes: ProcessesConfig = option(ProcessesConfig, "")
     hybrid_engine: HybridEngineConfig = option(HybridEngineConfig, "")
     checkpoint: CheckpointConfig = option(CheckpointConfig, "")
@@ -610,16 +653,16 @@ def longest_block(config: RunConfig) -> int:
 
 
 def with_mesh(config: RunConfig, device_count: int) -> RunConfig:
-    """``config`` with a mesh of exactly ``device_count`` devices.
+    """``config`` with a mesh that has, together with the blocks of ``placement``, exactly ``device_count`` devices.
 
     Raises:
       UserError: the sizes don't multiply to it, or ``rollout.tensor`` can't be made of them; the message lists what
         can. Or options do not fit a size that was -1.
     """
-    from jaxrl_llm import validation
+    from jaxrl_llm import placement_rules, validation
 
-    fitted = dataclasses.replace(config, mesh=validation.fit_mesh(config.mesh, device_count))
-    validation.generation_factors(fitted.mesh, config.rollout.tensor)
+    fitted = dataclasses.replace(config, mesh=placement_rules.fit_policy(config, device_count))
+    placement_rules.check_blocks(fitted)
     if fitted.mesh != config.mesh:
         validation.refuse_or_warn(validation.mesh_conflicts(fitted))
     return fitted

@@ -1,4 +1,4 @@
-"""Moves a model's parameters from the training layout to the generation layout, inside one set of devices.
+"""Moves a model's parameters from the training layout to the generation layout, on the same devices or to others.
 
 Three things differ between the layouts: the dtype (generation runs in the compute dtype), the arrangement
 (training scans stacked blocks; decoding walks separate layers with q/k/v and gate/up fused, which reads each
@@ -11,10 +11,13 @@ Generation may split matrices over more or fewer devices than training (``rollou
 view of the same devices, and the rest of them are replicas. Where a pipeline splits the layers, each stage takes out
 one of its own at a time, and the group is gathered.
 
+Where generation has devices of its own (``placement.generation``), the bucket goes there after the same cast and
+arrangement, and both layouts share nothing: a generation tree is then good as long as it is held.
+
 A change walks the model layer by layer in buckets of `bucket_bytes`, so that the extra memory on top of both layouts is
 bounded by a bucket and one layer (in a pipeline, one of each stage). Parameters that need none of the three are not
-copied: both layouts then hold the same buffers. So a generation tree is only good until the update that donates the
-training parameters.
+copied: both layouts on the same devices then hold the same buffers. So such a generation tree is only good until the
+update that donates the training parameters.
 
 With LoRA only the adapters change between two changes of layout: the base is moved once, and afterwards the adapters
 alone.
@@ -77,7 +80,8 @@ class HybridEngine:
       mesh: of training.
       dtype: of generation.
       weight_dtype: of the matrices of layers, as in ``rollout.weight_dtype``.
-      tensor: devices of a tensor group of generation; 0 is as many as in training.
+      tensor: devices of a tensor group of generation; 0 is as many as on the mesh that generates.
+      block: the mesh that generates, on devices that `mesh` has not; None: `mesh`.
 
     Attributes:
       generation_mesh: what the parameters that it returns are on, and what the decoder's engine is to run on.
@@ -96,13 +100,14 @@ class HybridEngine:
         generation: Layout = GENERATION,
         weight_dtype: str = low_precision.COMPUTE,
         tensor: int = 0,
+        block: Mesh | None = None,
     ):
         low_precision.check_device(mesh, weight_dtype)
         self.decoder, self.mesh, self.config = decoder, mesh, config
         self.dtype = jnp.dtype(dtype)
         self.weight_dtype = weight_dtype
         self.training, self.generation = training, generation if config.enable_3d_resharding else training
-        self.place = generation_view(mesh, tensor)
+        self.place = generation_view(mesh if block is None else block, tensor)
         self.generation_mesh = self.place.mesh
         self.stages = training.shards(mesh, "layers")
         plain = decoder.with_lora(None)
@@ -158,9 +163,9 @@ class HybridEngine:
           params: in the training layout, any float dtype, or a policy's that rest (`Residence.rest`); kept.
 
         Returns:
-          `Decoder.generation_params`' tree in the generation layout and dtypes. It may share buffers with
-          `params`; drop it before they are donated. With LoRA the base's arrays are those of the last call where
-          `params` holds the very same base arrays as then, and `last` counts the adapters alone.
+          `Decoder.generation_params`' tree in the generation layout and dtypes. On the same devices it may share
+          buffers with `params`; drop it before they are donated. With LoRA the base's arrays are those of the last call
+          where `params` holds the very same base arrays as then, and `last` counts the adapters alone.
         """
         start = time.perf_counter()
         mover = BucketMover(self.place, self.generation, self.config.bucket_bytes)

@@ -1,7 +1,8 @@
-"""Moves arrays from one sharding to another on the same devices, in buckets of bounded size.
+"""Moves arrays from one sharding to another, in buckets of bounded size.
 
-Every array goes through a jitted identity whose output has the wanted sharding: XLA then moves shards between devices
-by collectives. (``jax.device_put`` between two shardings in one process assembles the array on the host instead.)
+Between disjoint sets of devices `crossing` does it. On the same devices every array goes through a jitted identity
+whose output has the wanted sharding: XLA then moves shards between devices by collectives. (``jax.device_put`` between
+two shardings in one process assembles the array on the host instead.)
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_llm.crossing import cross, lies_apart
 from jaxrl_llm.sharding import GenerationView, Layout
 from jaxrl_llm.types import Params
 
@@ -69,6 +71,14 @@ class BucketMover:
 
     def _add_group(self, array: jax.Array, axis: tuple[str | None, ...]) -> list[Slot]:
         target = self.layout.sharding(self.place.mesh, axis)
+        if lies_apart(array, target):
+            whole = NamedSharding(target.mesh, PartitionSpec(None, *target.spec))
+            self.moved_bytes += received_bytes(array.shape, array.dtype.itemsize, array.sharding, whole)
+            (array,) = cross([array], [whole])
+            slots = [Slot(layer, target, fresh=True) for layer in split_program((), target, len(array))(array)]
+            for slot in slots:
+                self._wait_for(slot)
+            return slots
         in_view = self.place.in_view(target.spec)
         steps = self._steps(array, PartitionSpec(None, *in_view))
         self.moved_bytes += received_bytes(array.shape, array.dtype.itemsize, array.sharding, steps[-1])
@@ -90,7 +100,15 @@ class BucketMover:
 
     def flush(self) -> None:
         """Moves what has been added, and waits until it is there."""
+        apart = [slot for slot in self.pending if lies_apart(slot.array, slot.target)]
+        arrived = cross([slot.array for slot in apart], [slot.target for slot in apart])
+        for slot, array in zip(apart, arrived, strict=True):
+            source = slot.array
+            self.moved_bytes += received_bytes(source.shape, source.dtype.itemsize, source.sharding, slot.target)
+            slot.array, slot.fresh = array, True
         for slot in self.pending:
+            if slot.array.sharding == slot.target:
+                continue
             source, in_view = slot.array, NamedSharding(self.place.view, self.place.in_view(slot.target.spec))
             # Equal shardings need nothing: the same buffers are handed on, and none is copied.
             if not source.sharding.is_equivalent_to(in_view, source.ndim):

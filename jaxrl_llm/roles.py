@@ -27,6 +27,7 @@ from jaxrl_llm import processes, update
 from jaxrl_llm.algorithms.interface import Algorithm, Role
 from jaxrl_llm.checkpoint import Checkpoints, holds_checkpoints
 from jaxrl_llm.config import RunConfig, longest_sequence
+from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import lora as adapters
 from jaxrl_llm.models.classifier import load_classifier
@@ -55,12 +56,14 @@ class Model:
       forward: of packed rows.
       update: the jitted optimizer update; None for a role that is not trained.
       saved: whether checkpoints hold the role. One that is read from its source again, or is another's base, is not.
+      mesh: where its parameters are, and the rows that it reads.
     """
 
     role: Role
     forward: Forward
     update: Callable[..., Any] | None
     saved: bool
+    mesh: Mesh = dataclasses.field(kw_only=True, repr=False)
 
     @property
     def decoder(self) -> Decoder:
@@ -68,13 +71,11 @@ class Model:
 
     @functools.cached_property
     def logprobs(self) -> Callable[..., Any]:
-        return update.make_logprobs(self.forward, self._mesh)
+        return update.make_logprobs(self.forward, self.mesh)
 
     @functools.cached_property
     def values(self) -> Callable[..., Any]:
-        return update.make_values(self.forward, self._mesh)
-
-    _mesh: Mesh = dataclasses.field(kw_only=True, repr=False)
+        return update.make_values(self.forward, self.mesh)
 
 
 class RoleBuilder:
@@ -96,7 +97,7 @@ class RoleBuilder:
         self,
         config: RunConfig,
         algorithm: Algorithm,
-        mesh: Mesh,
+        groups: DeviceGroups,
         dtype: Any,
         total_steps: int,
         *,
@@ -106,13 +107,14 @@ class RoleBuilder:
     ):
         self._rest = rest
         self.sources = dict(sources or {})
-        self.config, self.algorithm, self.mesh, self.dtype = config, algorithm, mesh, dtype
+        self.config, self.algorithm, self.groups, self.dtype = config, algorithm, groups, dtype
+        self.mesh = groups.policy
         self.options = config.algorithm.options
         self.total_steps, self.read_only = total_steps, read_only
-        self.multiple = math.lcm(VOCABULARY_MULTIPLE, mesh.shape["tensor"], config.rollout.tensor or 1)
-        model, training = config.model, config.training
-        stages = mesh.shape["pipeline"]
-        self.schedule = Schedule.of(stages, training.pipeline_micro_batches, training.pipeline_repeats)
+        tensor_sizes = [mesh.shape["tensor"] for mesh in groups.meshes]
+        self.multiple = math.lcm(VOCABULARY_MULTIPLE, *tensor_sizes, config.rollout.tensor or 1)
+        model = config.model
+        self.schedule = self._schedule(self.mesh)
         self.lora = Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets)) if model.lora_rank else None
 
     def build(self) -> tuple[dict[str, Model], dict[str, RoleState]]:
@@ -121,7 +123,8 @@ class RoleBuilder:
         Raises:
           UserError: a path is not a model, or models don't fit together.
         """
-        self.decoder, self.start = self._load_start()
+        self.decoder, self.start = self._load_start(self.mesh, jnp.float32 if self.lora is None else self.dtype)
+        self._bases = {self.mesh: self.start}
         logger.info(
             "%s: %d parameters",
             self.config.model.path or "from scratch",
@@ -148,12 +151,13 @@ class RoleBuilder:
             models[role.name], state = self._make(role, models, last=role == main)
             states[role.name] = self._rest(role.name, state)
             del state  # what rests in the host's memory is free on the devices from here
-        del self.start
+        del self.start, self._bases
         return models, states
 
     # --- one role ---------------------------------------------------------------------------------------------
 
     def _make(self, role: Role, models: dict[str, Model], last: bool) -> tuple[Model, RoleState]:
+        mesh = self.groups.mesh(role.section)
         decoder, params, own = self._parameters(role, last)
         if role.head != "tokens" and "value_head" not in params:
             headed = self._headed(decoder, params)
@@ -173,12 +177,12 @@ class RoleBuilder:
                 )
             forward = dataclasses.replace(forward, divergence=divergence, teacher=models[divergence.role].forward)
         if not trained:
-            return Model(role, forward, None, saved=own or role.trained, _mesh=self.mesh), RoleState(params, base=base)
+            return Model(role, forward, None, saved=own or role.trained, mesh=mesh), RoleState(params, base=base)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
         settings = self.config.critic.optimizer if role.section == "critic" else self.config.optimizer
         steps = max(self.total_steps - self.algorithm.rests(self.options, self.config, role), 0)
         transformation = optimizers.make_optimizer(settings, steps * updates_per_step(self.config))
-        state, state_shardings = self._first_state(params, transformation, shardings)
+        state, state_shardings = self._first_state(params, transformation, shardings, mesh)
         program = update.make_update(
             forward,
             self.algorithm,
@@ -186,10 +190,10 @@ class RoleBuilder:
             transformation,
             settings.clip_norm,
             state_shardings,
-            self.mesh,
+            mesh,
             name=role.name,
         )
-        return Model(role, forward, program, saved=True, _mesh=self.mesh), dataclasses.replace(state, base=base)
+        return Model(role, forward, program, saved=True, mesh=mesh), dataclasses.replace(state, base=base)
 
     def _parameters(self, role: Role, last: bool) -> tuple[Decoder, Params, bool]:
         """A role's decoder and first parameters, in float32 where all of them are trained, and whether they are its
@@ -199,10 +203,14 @@ class RoleBuilder:
             whole = role.trained and self.lora is None
             decoder, params = self._load(path, jnp.float32 if whole else self.dtype, role)
             return decoder, params, False
+        mesh, dtype = self.groups.mesh(role.section), jnp.float32 if role.trained else self.dtype
         if last or (self.lora is not None):
-            # Adapters leave their base alone, so that all roles can have the same one.
-            return self.decoder, self.start, last
-        dtype = jnp.float32 if role.trained else self.dtype
+            # Adapters leave their base alone, so that all roles of a block can have the same one.
+            if mesh not in self._bases:
+                self._bases[mesh] = self._load_start(mesh, self.dtype)[1]
+            return self.decoder, self._bases[mesh], last
+        if mesh is not self.mesh:
+            return self.decoder, self._load_start(mesh, dtype)[1], True
         # A copy of its own: the policy's buffers are donated by the first update.
         return self.decoder, self._copy_of_start(dtype), True
 
@@ -214,34 +222,38 @@ class RoleBuilder:
     def _headed(self, decoder: Decoder, params: Params) -> Params:
         return add_value_head(decoder, params)
 
-    def _first_state(self, params: Params, transformation: Any, shardings: Any) -> tuple[RoleState, RoleState]:
-        return update.init_role(params, transformation, shardings, self.mesh)
+    def _first_state(
+        self, params: Params, transformation: Any, shardings: Any, mesh: Mesh
+    ) -> tuple[RoleState, RoleState]:
+        return update.init_role(params, transformation, shardings, mesh)
 
     def _split(self, decoder: Decoder, params: Params, role: Role) -> tuple[Params, Params]:
         """The base, which stays as it is, and what is trained, in float32: adapters, and a value head."""
         assert self.lora is not None
         key = jax.random.fold_in(jax.random.key(self.config.seed), zlib.crc32(role.name.encode()))
-        axes = adapters.logical_axes(decoder, self.lora)
-        make = jax.jit(
-            functools.partial(adapters.init, decoder, self.lora), out_shardings=TRAINING.shardings(self.mesh, axes)
-        )
+        shardings = TRAINING.shardings(self.groups.mesh(role.section), adapters.logical_axes(decoder, self.lora))
+        make = jax.jit(functools.partial(adapters.init, decoder, self.lora), out_shardings=shardings)
         base = {name: value for name, value in params.items() if name != "value_head"}
         head = {name: value for name, value in params.items() if name == "value_head"}
         return base, {**make(key), **jax.tree.map(lambda leaf: leaf.astype(jnp.float32), head)}
 
     def _forward(self, decoder: Decoder, role: Role) -> Forward:
-        config = self.config
+        config, mesh = self.config, self.groups.mesh(role.section)
         return Forward(
             decoder,
             temperature=(config.rollout.temperature or 1.0) if self.algorithm.generates else 1.0,
             dtype=self.dtype,
             remat=config.model.remat,
             unroll={"auto": None, "loop": False, "unrolled": True}[config.model.layers],
-            chunk_tokens=config.training.logprob_chunk_tokens * batch_shards(self.mesh),
+            chunk_tokens=config.training.logprob_chunk_tokens * batch_shards(mesh),
             head=role.head,
-            schedule=self.schedule,
-            sequence_parallel=config.training.sequence_parallel,
+            schedule=self._schedule(mesh),
+            sequence_parallel=config.training.sequence_parallel and mesh.shape["tensor"] > 1,
         )
+
+    def _schedule(self, mesh: Mesh) -> Schedule | None:
+        training = self.config.training
+        return Schedule.of(mesh.shape["pipeline"], training.pipeline_micro_batches, training.pipeline_repeats)
 
     # --- where parameters come from ---------------------------------------------------------------------------
 
@@ -256,24 +268,26 @@ class RoleBuilder:
             )
         return getattr(self.config, section).path
 
-    def _load_start(self) -> tuple[Decoder, Params]:
-        """The policy's decoder and first parameters in the training layout: float32, which is trained, or the compute
-        dtype of a base under adapters."""
+    def _load_start(self, mesh: Mesh, dtype: Any) -> tuple[Decoder, Params]:
+        """The policy's decoder and first parameters in the training layout of a block. For another block than the
+        policy's they are read or drawn once more: the same ones, and nothing has to cross."""
         model = self.config.model
-        dtype = jnp.float32 if self.lora is None else self.dtype
         if model.architecture:
             key = jax.random.key(self.config.seed)
             decoder, params = init_model(
-                model.architecture, key, mesh=self.mesh, layout=TRAINING, vocab_multiple=self.multiple
+                model.architecture, key, mesh=mesh, layout=TRAINING, vocab_multiple=self.multiple
             )
             return decoder, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         with processes.agreement():  # each process reads the files itself
-            return load_model(model.path, mesh=self.mesh, layout=TRAINING, dtype=dtype, vocab_multiple=self.multiple)
+            return load_model(model.path, mesh=mesh, layout=TRAINING, dtype=dtype, vocab_multiple=self.multiple)
 
     def _load(self, path: str, dtype: Any, role: Role) -> tuple[Decoder, Params]:
+        mesh = self.groups.mesh(role.section)
         if role.head == "tokens" and holds_checkpoints(path):
             template = jax.tree.map(
-                lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), self.start
+                lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding),
+                self.start,
+                TRAINING.shardings(mesh, self.decoder.logical_axes()),
             )
             with contextlib.closing(
                 Checkpoints(pathlib.Path(path), self.config.checkpoint, read_only=True)
@@ -293,11 +307,11 @@ class RoleBuilder:
             self.sources[role.name] = step
             logger.info("%s: the checkpoint after step %d of %s", role.name, step, path)
             return self.decoder, params
-        where: Any = {"mesh": self.mesh, "layout": TRAINING, "dtype": dtype, "vocab_multiple": self.multiple}
+        where: Any = {"mesh": mesh, "layout": TRAINING, "dtype": dtype, "vocab_multiple": self.multiple}
         load = functools.partial(load_classifier, new_head=True) if role.head == "values" else load_model
         with processes.agreement():
             decoder, params = load(path, **where)
-        if uneven := uneven_layers(self.config, decoder.config.num_layers, path):
+        if uneven := uneven_layers(self.config, decoder.config.num_layers, path, role.section):
             raise UserError(f"{role.section}.path: {uneven}")
         if decoder.config.vocab_size != self.decoder.config.vocab_size:
             raise UserError(

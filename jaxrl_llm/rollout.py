@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jaxrl_llm import processes
 from jaxrl_llm.config import REWARD_MODEL, RunConfig, longest_sequence
 from jaxrl_llm.decoding.engine import Engine, OnText
 from jaxrl_llm.decoding.request import Request, SamplingParams, sample_seeds
+from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.errors import RunStopped
 from jaxrl_llm.hybrid_engine import HeldParams, HybridEngine
 from jaxrl_llm.models.decoder import Decoder
@@ -43,15 +43,15 @@ class Rollout:
         self,
         config: RunConfig,
         decoder: Decoder,
-        mesh: Mesh,
+        groups: DeviceGroups,
         dtype: Any,
         tokenizer: Any,
         make_scorer: Callable[[], RewardRunner],
     ):
-        self.config, self.decoder, self.mesh, self.dtype, self.tokenizer = (
+        self.config, self.decoder, self.groups, self.dtype, self.tokenizer = (
             config,
             decoder,
-            mesh,
+            groups,
             dtype,
             tokenizer,
         )
@@ -62,11 +62,12 @@ class Rollout:
     def hybrid_engine(self) -> HybridEngine:
         return HybridEngine(
             self.decoder,
-            self.mesh,
+            self.groups.policy,
             self.config.hybrid_engine,
             self.dtype,
             weight_dtype=self.config.rollout.weight_dtype,
             tensor=self.config.rollout.tensor,
+            block=self.groups.generation,
         )
 
     @functools.cached_property
@@ -99,7 +100,7 @@ class Rollout:
                 output=settings.output,
                 label=None if settings.label < 0 else settings.label,
                 dtype=self.dtype,
-                mesh=self.mesh,
+                mesh=self.groups.mesh("reward_model"),
             )
 
     def complete(

@@ -23,12 +23,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import evaluate, packing, processes, update
 from jaxrl_llm.algorithms import find_algorithm
 from jaxrl_llm.algorithms.interface import Sequences, by_role
+from jaxrl_llm.apart_teacher import ApartTeacher
 from jaxrl_llm.checkpoint import Checkpoints, holds_checkpoints
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.data.columns import WANTED
@@ -37,6 +39,7 @@ from jaxrl_llm.data.examples import encode_rows, fingerprint, load_examples
 from jaxrl_llm.data.prompts import encode_all, require_eos
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.engine import OnText
+from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
 from jaxrl_llm.models.classifier import export_classifier
 from jaxrl_llm.models.export import export_model
@@ -51,7 +54,7 @@ from jaxrl_llm.residence import Residence, to_device
 from jaxrl_llm.rewards.pool import RewardRunner
 from jaxrl_llm.roles import RoleBuilder, mean_or_max, pack_lengths
 from jaxrl_llm.rollout import EVALUATION_STREAM, Rollout
-from jaxrl_llm.sharding import batch_shards, make_mesh
+from jaxrl_llm.sharding import batch_shards
 from jaxrl_llm.types import Completion, Example, Params, Rollouts
 from jaxrl_llm.update import RoleState
 from jaxrl_llm.workdir import CONFIG_FILE, Workdir
@@ -82,8 +85,10 @@ class Trainer:
         read_only: bool = False,
         devices: Sequence[Any] | None = None,
     ):
-        self.mesh = make_mesh(config.mesh, devices)
-        self.config = config = configs.with_mesh(config, self.mesh.size)
+        devices = jax.devices() if devices is None else list(devices)
+        self.config = config = configs.with_mesh(config, len(devices))
+        self.groups = DeviceGroups.of(config, devices)
+        self.mesh = self.groups.policy
         self.read_only = read_only
         with contextlib.ExitStack() as opened:  # closed if anything below fails: a notebook goes on after the error
             self._set_up(workdir, rewards, tokenizer, opened)
@@ -115,7 +120,7 @@ class Trainer:
         builder = RoleBuilder(
             config,
             self.algorithm,
-            self.mesh,
+            self.groups,
             self.dtype,
             self.total_steps,
             read_only=read_only,
@@ -128,13 +133,17 @@ class Trainer:
         self.decoder = self.models[self.main].decoder
         self.memory = self.algorithm.init(self.options)
         self.step_index = 0
-        self.row_shape = packing.RowShape.of(
-            config.training.row_tokens,
-            config.training.micro_batch_tokens,
-            batch_shards(self.mesh),
-            self.models[self.main].forward.schedule,
-        )
-        self.rollout = Rollout(config, self.decoder, self.mesh, self.dtype, self.tokenizer, self._scorer)
+        self.row_shapes = {
+            model.mesh: packing.RowShape.of(
+                config.training.row_tokens,
+                config.training.micro_batch_tokens,
+                batch_shards(model.mesh),
+                model.forward.schedule,
+            )
+            for model in self.models.values()
+        }
+        self.teacher = self._apart_teacher()
+        self.rollout = Rollout(config, self.decoder, self.groups, self.dtype, self.tokenizer, self._scorer)
         opened.callback(self.rollout.close)
         if config.reward_model.path and not read_only:
             _ = self.rollout.reward_model  # one that can't be read is an error now, not after a rollout
@@ -273,9 +282,19 @@ class Trainer:
 
     def _learn(self, prepared: dict[str, Sequences], timer: PhaseTimer) -> dict[str, float]:
         """Every optimizer update of a step, role by role within a mini-batch; metrics are means over the updates that
-        had a trained token (one whose samples were all left out has none to tell of), maxima stay maxima."""
+        had a trained token (one whose samples were all left out has none to tell of), maxima stay maxima.
+
+        Roles on blocks of their own are updated at the same time: one waits for the update before it on its block."""
         found: dict[str, list[dict[str, float]]] = {}
         empty: dict[str, list[dict[str, float]]] = {}
+        running: dict[Mesh, tuple[str, bool, Any]] = {}
+
+        def finish(mesh: Mesh) -> None:
+            if mesh in running:
+                name, had_rows, metrics = running.pop(mesh)
+                values = {metric: float(value) for metric, value in jax.device_get(metrics).items()}
+                (found if had_rows else empty).setdefault(name, []).append(values)
+
         tokens = columns = 0
         shared = {id(sequences): sequences for sequences in prepared.values()}
         roles = {key: [name for name, sequences in prepared.items() if id(sequences) == key] for key in shared}
@@ -287,29 +306,39 @@ class Trainer:
         for _ in range(self.config.training.epochs):
             for key, members in batches:
                 part = packing.select(shared[key], members)
-                with timer("pack"):
-                    batch, _ = self._pack(part)
-                    rows = update.put_rows(batch, self.mesh)
+                packed: dict[Mesh, tuple[Any, Any]] = {}
                 for name in roles[key]:
+                    mesh, program = self.models[name].mesh, self.models[name].update
+                    assert program is not None, f"{name} is not trained"
+                    if mesh not in packed:
+                        with timer("pack"):
+                            batch, _ = self._pack(part, mesh)
+                            packed[mesh] = batch, update.put_rows(batch, mesh)
+                    batch, rows = packed[mesh]
                     tokens += int((batch.rows.segment_ids > 0).sum())
                     columns += batch.num_micro_batches * batch.rows.tokens[0].size
                     with timer("update"):
-                        program = self.models[name].update
-                        assert program is not None, f"{name} is not trained"
+                        finish(mesh)
                         teacher = None if divergence is None else self.residence.params(self.roles[divergence.role])
+                        if self.teacher is not None:
+                            teacher = self.teacher.read(teacher, batch)
                         self.roles[name] = self.residence.use(self.roles[name])
                         state, metrics = program(
                             self.roles[name],
                             rows,
-                            jnp.int32(batch.num_micro_batches),
-                            jnp.float32(batch.denominator),
+                            np.int32(batch.num_micro_batches),  # of the host: no other block's work stands before it
+                            np.float32(batch.denominator),
                             old_is_actor=part.old_logprobs is None,
                             teacher=teacher,
                         )
                         self.roles[name] = self.residence.rest(name, state)
                         del state, teacher  # what rests in the host's memory is free on the devices from here
-                        values = {metric: float(value) for metric, value in jax.device_get(metrics).items()}
-                    (found if batch.num_micro_batches else empty).setdefault(name, []).append(values)
+                        running[mesh] = name, batch.num_micro_batches > 0, metrics
+                        if not self.groups.apart:
+                            finish(mesh)
+        with timer("update"):
+            for mesh in list(running):
+                finish(mesh)
         metrics: dict[str, float] = {}
         for name in prepared:
             metrics |= mean_or_max(found.get(name) or empty.get(name, []))
@@ -317,19 +346,30 @@ class Trainer:
         metrics["perf/train_tokens_per_s"] = tokens / max(timer.seconds.get("update", 0.0), 1e-9)
         return metrics
 
-    def _pack(self, sequences: Sequences) -> tuple[Any, packing.Placement]:
-        """One shape for every batch of at most `mini_batch_size` prompts; twice, four times … as many micro-batches for
-        one that needs more."""
+    def _apart_teacher(self) -> ApartTeacher | None:
+        """None where the update of the policy reads the teacher's parameters itself."""
+        divergence = self.algorithm.divergence(self.options)
+        if divergence is None or divergence.role not in self.models or not self.models[self.main].update:
+            return None
+        teacher = self.models[divergence.role]
+        if teacher.mesh is self.mesh:
+            return None
+        return ApartTeacher(teacher.forward, divergence, teacher.mesh, self.mesh)
+
+    def _pack(self, sequences: Sequences, mesh: Mesh | None = None) -> tuple[Any, packing.Placement]:
+        """One shape, on a mesh, for every batch of at most `mini_batch_size` prompts; twice, four times … as many
+        micro-batches for one that needs more."""
+        row_shape = self.row_shapes[mesh or self.mesh]
         usual, longest = pack_lengths(self.config, self.algorithm)
         wanted = set(self.algorithm.extras(self.options))
         return packing.pack(
             dataclasses.replace(
                 sequences, extras={name: values for name, values in sequences.extras.items() if name in wanted}
             ),
-            self.row_shape,
+            row_shape,
             aggregation=self.algorithm.loss_aggregation(self.options),
             max_response_tokens=self.config.rollout.max_new_tokens,
-            max_micro_batches=packing.micro_batches_for(usual, longest, self.row_shape),
+            max_micro_batches=packing.micro_batches_for(usual, longest, row_shape),
             share_prompts=self.config.training.share_prompts,
         )
 
@@ -338,12 +378,12 @@ class Trainer:
         Split like the updates, so that it runs in their shape."""
         out: list[np.ndarray] = [np.zeros(0)] * len(sequences.tokens)
         sequences = dataclasses.replace(sequences, extras={}, partner=None)
-        program = getattr(self.models[role], kind)
+        program, mesh = getattr(self.models[role], kind), self.models[role].mesh
         with self._params(role) as params:
             for members in packing.mini_batches(sequences, self.config.training.mini_batch_size):
-                batch, placement = self._pack(packing.select(sequences, members))
-                rows = update.put_rows(batch, self.mesh)
-                values = np.asarray(program(params, rows, jnp.int32(batch.num_micro_batches)))
+                batch, placement = self._pack(packing.select(sequences, members), mesh)
+                rows = update.put_rows(batch, mesh)
+                values = np.asarray(program(params, rows, np.int32(batch.num_micro_batches)))
                 lengths = [len(sequences.tokens[n]) for n in members]
                 for n, one in zip(members, packing.unpack(values, placement, lengths), strict=True):
                     out[n] = one

@@ -51,6 +51,26 @@ class RoleState:
         return self.params if self.base is None else merge_trees(self.base, self.params)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TeacherReading:
+    """What a divergence takes of a teacher: of one micro-batch or, with a dimension before the others, of all.
+
+    Attributes:
+      hidden: ``[R, T, D]``, the states by the column that they predict; None with candidates.
+      weight: ``[V, D]``, the teacher's output weight, of all micro-batches; None with candidates.
+      candidates: ids and log-probs ``[R, T, k]`` of its likeliest tokens.
+    """
+
+    hidden: Any = None
+    weight: Any = None
+    candidates: Any = None
+
+    def at(self, index: Int[Array, ""]) -> TeacherReading:
+        """One micro-batch."""
+        return dataclasses.replace(self, **_micro_batch({"hidden": self.hidden, "candidates": self.candidates}, index))
+
+
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """How a policy reads packed rows: the model and what its outputs depend on besides parameters.
@@ -95,8 +115,12 @@ class Forward:
             sequence_parallel=self.sequence_parallel,
         )
 
-    def outputs(self, params: Params, rows: Rows, teacher_params: Params | None = None) -> Any:
-        """`TokenOutputs` or, of a value head alone, `ValueOutputs` of one micro-batch; both from cast parameters."""
+    def outputs(self, params: Params, rows: Rows, teacher: Params | TeacherReading | None = None) -> Any:
+        """`TokenOutputs` or, of a value head alone, `ValueOutputs` of one micro-batch; both from cast parameters.
+
+        Args:
+          teacher: its cast parameters, or what it said of these rows.
+        """
         hidden = self.hidden(params, rows)
         if self.head == "values":
             return ValueOutputs(
@@ -112,16 +136,29 @@ class Forward:
         )
         if self.head == "both":
             outputs = outputs._replace(values=self.before(params, hidden, rows))
-        if self.divergence is not None and teacher_params is not None:
-            outputs = outputs._replace(divergence=self._divergence(params, hidden, rows, teacher_params))
+        if self.divergence is not None and teacher is not None:
+            if not isinstance(teacher, TeacherReading):
+                assert self.teacher is not None
+                teacher = self.teacher.read(teacher, rows, self.divergence)
+            outputs = outputs._replace(divergence=self._divergence(params, hidden, rows, teacher))
         return outputs
 
+    def read(self, params: Params, rows: Rows, divergence: Divergence) -> TeacherReading:
+        """What a teacher of these cast parameters says of one micro-batch."""
+        hidden = jax.lax.stop_gradient(predicting(self.hidden(params, rows), rows))
+        if not divergence.top_k:
+            return TeacherReading(hidden, self.decoder.output_weight(params))
+        temperature = jnp.float32(self.temperature)
+        candidates = self.decoder.top_k_logprobs(
+            params, hidden, temperature, k=divergence.top_k, chunk_tokens=self.chunk_tokens
+        )
+        return TeacherReading(candidates=candidates)
+
     def _divergence(
-        self, params: Params, hidden: Float[Array, "R T D"], rows: Rows, teacher_params: Params
+        self, params: Params, hidden: Float[Array, "R T D"], rows: Rows, teacher: TeacherReading
     ) -> Float[Array, "R T"]:
         """From the teacher's distribution at each trained token; no gradient goes to the teacher."""
-        assert self.teacher is not None and self.divergence is not None
-        teacher_hidden = jax.lax.stop_gradient(predicting(self.teacher.hidden(teacher_params, rows), rows))
+        assert self.divergence is not None
         settings: dict[str, Any] = {
             "beta": self.divergence.beta,
             "vocab_size": self.decoder.config.vocab_size,
@@ -131,13 +168,9 @@ class Forward:
         }
         student = predicting(hidden, rows), self.decoder.output_weight(params)
         temperature = jnp.float32(self.temperature)
-        if not self.divergence.top_k:
-            teacher_weight = self.teacher.decoder.output_weight(teacher_params)
-            return token_divergence(*student, teacher_hidden, teacher_weight, rows.loss_mask, temperature, **settings)
-        candidates = self.teacher.decoder.top_k_logprobs(
-            teacher_params, teacher_hidden, temperature, k=self.divergence.top_k, chunk_tokens=self.chunk_tokens
-        )
-        return top_k_divergence(*student, *candidates, rows.loss_mask, temperature, **settings)
+        if teacher.candidates is not None:
+            return top_k_divergence(*student, *teacher.candidates, rows.loss_mask, temperature, **settings)
+        return token_divergence(*student, teacher.hidden, teacher.weight, rows.loss_mask, temperature, **settings)
 
     def before(self, params: Params, hidden: Float[Array, "R T D"], rows: Rows) -> Float[Array, "R T"]:
         """The value of the state before each trained token."""
@@ -159,7 +192,7 @@ def put_rows(batch: MiniBatch, mesh: Mesh) -> Rows:
     return jax.device_put(batch.rows, sharding)
 
 
-def _micro_batch(rows: Rows, index: Int[Array, ""]) -> Rows:
+def _micro_batch(rows: Any, index: Int[Array, ""]) -> Any:
     return jax.tree.map(lambda field: jax.lax.dynamic_index_in_dim(field, index, 0, keepdims=False), rows)
 
 
@@ -177,7 +210,8 @@ def make_update(
     """Builds ``update(role, rows, num_micro_batches, denominator, old_is_actor, teacher) -> (role, metrics)`` of one
     role.
 
-    `role` is donated, without its base, and comes back in the same shardings. The gradient is that of
+    `role` is donated, without its base, and comes back in the same shardings. `teacher` is its parameters or, of one on
+    other devices, its `TeacherReading` of all micro-batches. The gradient is that of
     ``total / denominator`` over all micro-batches, accumulated in float32, then clipped and applied once. With
     `old_is_actor` the old log-probs are the current ones.
 
@@ -187,7 +221,11 @@ def make_update(
     losses = algorithm.loss_of(name)
 
     def objective(
-        params: Params, base: Params | None, teacher: Params | None, rows: Rows, old_is_actor: bool
+        params: Params,
+        rows: Rows,
+        teacher: Params | TeacherReading | None,
+        base: Params | None,
+        old_is_actor: bool,
     ) -> tuple[Float[Array, ""], Objective]:
         outputs = forward.outputs(params if base is None else merge_trees(base, params), rows, teacher)
         if old_is_actor and forward.head != "values":
@@ -205,24 +243,29 @@ def make_update(
     )
     def update(
         role: RoleState,
-        frozen: tuple[Params | None, Params | None],
+        frozen: tuple[Params | None, Params | TeacherReading | None],
         rows: Rows,
         num_micro_batches: Int[Array, ""],
         denominator: Float[Array, ""],
         old_is_actor: bool,
     ) -> tuple[RoleState, dict[str, Float[Array, ""]]]:
         params = forward.cast(role.params)
-        base, teacher = (None if tree is None else forward.cast(tree) for tree in frozen)
-        one = functools.partial(objective, base=base, teacher=teacher, old_is_actor=old_is_actor)
-        gradient = jax.value_and_grad(lambda params, rows: one(params, rows=rows), has_aux=True)
+        base, teacher = (
+            tree if tree is None or isinstance(tree, TeacherReading) else forward.cast(tree) for tree in frozen
+        )
+        one = functools.partial(objective, base=base, old_is_actor=old_is_actor)
+
+        def gradient(params: Params, index: Int[Array, ""]) -> Any:
+            said = teacher.at(index) if isinstance(teacher, TeacherReading) else teacher
+            return jax.value_and_grad(one, has_aux=True)(params, _micro_batch(rows, index), said)
 
         def body(index: Int[Array, ""], carry: tuple[Any, Objective]) -> tuple[Any, Objective]:
             total, sums = carry
-            (_, result), grads = gradient(params, _micro_batch(rows, index))
+            (_, result), grads = gradient(params, index)
             total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
             return total, _accumulate(sums, result)
 
-        shapes = jax.eval_shape(lambda p, r: gradient(p, _micro_batch(r, jnp.int32(0)))[0][1], params, rows)
+        shapes = jax.eval_shape(lambda p: gradient(p, jnp.int32(0))[0][1], params)
         empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
         zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), role.params)
         grads, sums = jax.lax.fori_loop(0, num_micro_batches, body, (zeros, empty))
@@ -239,7 +282,7 @@ def make_update(
 
     @functools.wraps(update)
     def apply(
-        role: RoleState, rows: Rows, *counts: Any, old_is_actor: bool, teacher: Params | None = None
+        role: RoleState, rows: Rows, *counts: Any, old_is_actor: bool, teacher: Params | TeacherReading | None = None
     ) -> tuple[RoleState, dict[str, Float[Array, ""]]]:
         trained, frozen = RoleState(role.params, role.opt_state), (role.base, teacher)
         with jax.set_mesh(mesh):
@@ -287,6 +330,31 @@ def make_values(forward: Forward, mesh: Mesh) -> Callable[..., Float[Array, "M R
         return token_values(params, forward.hidden(params, rows))
 
     return _on_mesh(_over_micro_batches(forward, one, mesh), mesh)
+
+
+def make_reading(forward: Forward, divergence: Divergence, mesh: Mesh) -> Callable[..., TeacherReading]:
+    """Builds ``read(params, rows, num_micro_batches)``: what a teacher says of all micro-batches, rows split as a batch
+    is, without its output weight."""
+
+    @jax.jit
+    def program(params: Params, rows: Rows, num_micro_batches: Int[Array, ""]) -> TeacherReading:
+        params = forward.cast(params)
+
+        def one(index: Int[Array, ""]) -> TeacherReading:
+            return dataclasses.replace(forward.read(params, _micro_batch(rows, index), divergence), weight=None)
+
+        def body(index: Int[Array, ""], out: TeacherReading) -> TeacherReading:
+            put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+            return jax.tree.map(put, out, one(index))
+
+        count = rows.tokens.shape[0]
+        shapes = jax.eval_shape(one, jnp.int32(0))
+        empty = jax.tree.map(lambda leaf: jnp.zeros((count, *leaf.shape), leaf.dtype), shapes)
+        said = jax.lax.fori_loop(0, num_micro_batches, body, empty)
+        split = batch_sharding(mesh, ndim=4, row_dimension=1)
+        return jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, split), said)
+
+    return _on_mesh(program, mesh)
 
 
 def _over_micro_batches(

@@ -19,6 +19,7 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import nearest
+from jaxrl_llm.placement_rules import block_of, generation_tensor, placement_conflicts, policy_copies, policy_shaped
 
 Problem = tuple[str, str]
 """(``error`` | ``warning``, message)"""
@@ -54,6 +55,7 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
         yield ("warning", _low_precision_warning(config))
     yield from _length_conflicts(config, training)
     yield from mesh_conflicts(config)
+    yield from placement_conflicts(config)
     yield from _reward_conflicts(config, training)
     if training:
         validate = _algorithm(config.algorithm.name).validate
@@ -202,14 +204,19 @@ def _length_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
 def mesh_conflicts(config: RunConfig) -> Iterator[Problem]:
     """How training uses the mesh; sizes that are still -1 are left out."""
     training, stages, tensor = config.training, config.mesh.pipeline, config.mesh.tensor
-    if stages == 1 and (training.pipeline_repeats > 1 or training.pipeline_micro_batches):
+    blocks = config.placement.blocks().values()
+    if (
+        stages == 1
+        and all(block.pipeline == 1 for block in blocks)
+        and (training.pipeline_repeats > 1 or training.pipeline_micro_batches)
+    ):
         yield (
             "error",
             f"training.pipeline_repeats = {training.pipeline_repeats} and training.pipeline_micro_batches = "
             f"{training.pipeline_micro_batches}, but mesh.pipeline = 1: there is no pipeline. Set mesh.pipeline, or "
             "leave both at their defaults, 1 and 0.",
         )
-    elif stages > 1 and training.pipeline_micro_batches % stages:
+    elif stages > 0 and training.pipeline_micro_batches % stages:
         below = training.pipeline_micro_batches // stages * stages
         allowed = f"{below} or {below + stages}" if below else str(stages)
         yield (
@@ -217,7 +224,7 @@ def mesh_conflicts(config: RunConfig) -> Iterator[Problem]:
             f"training.pipeline_micro_batches = {training.pipeline_micro_batches} is not a multiple of mesh.pipeline = "
             f"{stages}. Set it to {allowed}, or to 0 for {4 * stages}.",
         )
-    if training.sequence_parallel and tensor == 1:
+    if training.sequence_parallel and tensor == 1 and all(block.tensor == 1 for block in blocks):
         yield (
             "error",
             "training.sequence_parallel = True, but mesh.tensor = 1: tokens are split over the devices of a tensor "
@@ -268,7 +275,8 @@ def _offload_conflicts(config: RunConfig) -> Iterator[Problem]:
             f"hybrid_engine.offload_actor_layers = {layers} with mesh.pipeline = {config.mesh.pipeline}: the first "
             "layers are all on the first stage, so the others would save nothing. Set one of them to its default.",
         )
-    if config.hybrid_engine.offload_reference and adapters and not config.reference.path:
+    shared = not config.reference.path and config.placement.owner("reference") == "policy"
+    if config.hybrid_engine.offload_reference and adapters and shared:
         yield (
             "error",
             f"hybrid_engine.offload_reference with model.lora_rank = {adapters}: the reference is the base under the "
@@ -325,8 +333,11 @@ def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
 _REWARD_EXAMPLE = "set for example config.rewards = {'math': {'function': 'math'}} (RLTrainer: reward='math')."
 
 
-def fit_mesh(mesh: MeshConfig, device_count: int) -> MeshConfig:
+def fit_mesh(mesh: MeshConfig, device_count: int, of: str = "") -> MeshConfig:
     """``mesh`` with its -1 replaced, so that the product of the sizes is ``device_count``.
+
+    Args:
+      of: what the message says after the number of devices.
 
     Raises:
       UserError: a size is 0, two are -1, or the product is another number.
@@ -344,10 +355,12 @@ def fit_mesh(mesh: MeshConfig, device_count: int) -> MeshConfig:
     if not free and fixed == device_count:
         return mesh
     relation = f"{fixed} does not divide {device_count}" if free else f"the product is {fixed}, not {device_count}"
-    raise UserError(f"{text}: there are {device_count} devices, and {relation}. {_factorisations(mesh, device_count)}")
+    raise UserError(
+        f"{text}: there are {device_count} devices{of}, and {relation}. {_factorisations(mesh, device_count)}"
+    )
 
 
-def generation_factors(mesh: MeshConfig, tensor: int) -> dict[str, int]:
+def generation_factors(mesh: MeshConfig, tensor: int, group: str = "mesh") -> dict[str, int]:
     """How generation with ``rollout.tensor`` divides a mesh: each axis into an outer and an inner part.
 
     A smaller tensor size leaves the inner part of ``tensor`` to replicas. A larger one takes the inner parts of
@@ -355,6 +368,7 @@ def generation_factors(mesh: MeshConfig, tensor: int) -> dict[str, int]:
 
     Args:
       mesh: without a -1.
+      group: of the options that give the sizes, for the message.
 
     Returns:
       The size of the inner part by axis.
@@ -367,9 +381,9 @@ def generation_factors(mesh: MeshConfig, tensor: int) -> dict[str, int]:
         count = math.prod(dataclasses.astuple(mesh))
         allowed = [size for size in range(1, count + 1) if _inner_sizes(mesh, size) is not None]
         raise UserError(
-            f"rollout.tensor = {tensor} can't be made of mesh.tensor = {mesh.tensor} and the other axes (fsdp "
-            f"{mesh.fsdp}, pipeline {mesh.pipeline}, data {mesh.data}): it divides mesh.tensor, or is mesh.tensor "
-            f"times divisors of them. Allowed: {', '.join(map(str, allowed))}, or 0 for mesh.tensor."
+            f"rollout.tensor = {tensor} can't be made of {group}.tensor = {mesh.tensor} and the other axes (fsdp "
+            f"{mesh.fsdp}, pipeline {mesh.pipeline}, data {mesh.data}): it divides {group}.tensor, or is "
+            f"{group}.tensor times divisors of them. Allowed: {', '.join(map(str, allowed))}, or 0 for {group}.tensor."
         )
     return factors
 
@@ -419,10 +433,12 @@ def model_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Ite
             f"the context of {model_config.max_position} tokens of the model {config.model.path!r}. Lower "
             "one of them.",
         )
-    yield from _split_conflicts(config.mesh, model_config)
-    if uneven := uneven_layers(config, model_config.num_layers, config.model.path or "model.architecture"):
-        yield ("error", uneven)
-    yield from _generation_split_conflicts(config.rollout.tensor, model_config)
+    for group, mesh in policy_shaped(config):
+        yield from _split_conflicts(mesh, model_config, group)
+    for role in ("policy", *policy_copies(config)):
+        if uneven := uneven_layers(config, model_config.num_layers, config.model.path or "model.architecture", role):
+            yield ("error", uneven)
+    yield from _generation_split_conflicts(*generation_tensor(config), model_config)
     offloaded = config.hybrid_engine.offload_actor_layers
     if offloaded > model_config.num_layers:
         yield (
@@ -433,22 +449,23 @@ def model_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) -> Ite
     yield from _special_id_conflicts(config, model_config, tokenizer)
 
 
-def uneven_layers(config: RunConfig, num_layers: int, model: str) -> str | None:
+def uneven_layers(config: RunConfig, num_layers: int, model: str, role: str = "policy") -> str | None:
     """Why the layers of a model that training reads can't be split into equal stages; None when they can."""
-    stages, repeats = config.mesh.pipeline, config.training.pipeline_repeats
+    group, mesh = block_of(config, role)
+    stages, repeats = mesh.pipeline, config.training.pipeline_repeats
     if stages < 1 or num_layers % (stages * repeats) == 0:
         return None
     allowed = [str(pieces) for pieces in range(1, num_layers + 1) if num_layers % pieces == 0]
-    asked = f"mesh.pipeline = {stages}"
+    asked = f"{group}.pipeline = {stages}"
     if repeats > 1:
         asked += f" with training.pipeline_repeats = {repeats}, {stages * repeats} pieces,"
     return (
         f"{asked} does not divide the {num_layers} layers of {model!r}: every stage needs as many. Allowed for "
-        f"mesh.pipeline times training.pipeline_repeats: {', '.join(allowed)}."
+        f"{group}.pipeline times training.pipeline_repeats: {', '.join(allowed)}."
     )
 
 
-def _split_conflicts(mesh: MeshConfig, model_config: Any) -> Iterator[Problem]:
+def _split_conflicts(mesh: MeshConfig, model_config: Any, group: str = "mesh") -> Iterator[Problem]:
     """Sizes of the parameters that the mesh can't split evenly (the vocabulary is padded, so it always can)."""
     split = {
         "tensor": {
@@ -467,12 +484,12 @@ def _split_conflicts(mesh: MeshConfig, model_config: Any) -> Iterator[Problem]:
             allowed = [d for d in range(1, min(common, devices) + 1) if common % d == 0]
             yield (
                 "error",
-                f"mesh.{axis} = {shards} does not divide the {' and the '.join(uneven)} of the model. "
-                f"Allowed: {', '.join(map(str, allowed))}; mesh.data can take the other devices.",
+                f"{group}.{axis} = {shards} does not divide the {' and the '.join(uneven)} of the model. "
+                f"Allowed: {', '.join(map(str, allowed))}; {group}.data can take the other devices.",
             )
 
 
-def _generation_split_conflicts(tensor: int, model_config: Any) -> Iterator[Problem]:
+def _generation_split_conflicts(option: str, tensor: int, model_config: Any) -> Iterator[Problem]:
     sizes = {
         "key/value heads": model_config.num_kv_heads,
         "columns of the feed-forward layers (intermediate_size)": model_config.intermediate_size,
@@ -483,7 +500,7 @@ def _generation_split_conflicts(tensor: int, model_config: Any) -> Iterator[Prob
         allowed = [size for size in range(1, common + 1) if common % size == 0]
         yield (
             "error",
-            f"rollout.tensor = {tensor} does not divide the {' and the '.join(uneven)} of the model. Allowed: "
+            f"{option} = {tensor} does not divide the {' and the '.join(uneven)} of the model. Allowed: "
             f"{', '.join(map(str, allowed))}, as far as the mesh has them; the other devices become replicas.",
         )
 

@@ -24,6 +24,7 @@ FREE_TO_CHANGE = (
     "log_level",
     "watchdog_s",
     "processes.",
+    "placement.",
     "profile_steps",
     "model.remat",
     "model.layers",

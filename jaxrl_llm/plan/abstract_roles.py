@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 from jaxrl_llm import update
 from jaxrl_llm.algorithms.interface import Role
@@ -40,9 +41,8 @@ def model_shape(config: RunConfig) -> ModelConfig:
 class AbstractRoles(RoleBuilder):
     """Builds what a `RoleBuilder` does, each array a ``jax.ShapeDtypeStruct`` with its sharding."""
 
-    def _load_start(self) -> tuple[Decoder, Params]:
+    def _load_start(self, mesh: Mesh, dtype: Any) -> tuple[Decoder, Params]:
         decoder = Decoder(model_shape(self.config).with_vocab_multiple(self.multiple))
-        dtype = jnp.float32 if self.lora is None else self.dtype
         return decoder, self._placed(decoder.abstract_params(), decoder.logical_axes(), dtype)
 
     def _load(self, path: str, dtype: Any, role: Role) -> tuple[Decoder, Params]:
@@ -70,9 +70,9 @@ class AbstractRoles(RoleBuilder):
         }
 
     def _first_state(
-        self, params: Params, transformation: optax.GradientTransformation, shardings: Any
+        self, params: Params, transformation: optax.GradientTransformation, shardings: Any, mesh: Mesh
     ) -> tuple[RoleState, RoleState]:
-        role_shardings = update.role_shardings_of(params, transformation, shardings, self.mesh)
+        role_shardings = update.role_shardings_of(params, transformation, shardings, mesh)
         opt_state = with_shardings(jax.eval_shape(transformation.init, params), role_shardings.opt_state)
         return RoleState(params, opt_state), role_shardings
 

@@ -43,6 +43,11 @@ def plan(
       UserError: the run can't be on such devices.
     """
     check(devices, device_kind)
+    if config.placement.blocks():
+        raise UserError(
+            f"placement.{next(iter(config.placement.blocks()))} is set, and a plan is of one block of devices that all "
+            "roles share. Leave placement out to plan that."
+        )
     device_kinds.start_without_devices(devices)
     shape = model_shape(config)
     if not search:

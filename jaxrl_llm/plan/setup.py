@@ -15,6 +15,7 @@ from jaxrl_llm import packing
 from jaxrl_llm.algorithms import find_algorithm
 from jaxrl_llm.algorithms.interface import Algorithm
 from jaxrl_llm.config import RunConfig
+from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.hybrid_engine import received_bytes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
@@ -23,7 +24,7 @@ from jaxrl_llm.plan.abstract_roles import AbstractRoles, with_shardings
 from jaxrl_llm.plan.device_kinds import PlannedDevices
 from jaxrl_llm.plan.programs import Generation, Program, device_bytes, update_program
 from jaxrl_llm.roles import Model, pack_lengths
-from jaxrl_llm.sharding import TRAINING, batch_shards, generation_view, make_mesh
+from jaxrl_llm.sharding import TRAINING, batch_shards, generation_view
 from jaxrl_llm.types import Params
 from jaxrl_llm.update import RoleState
 
@@ -66,12 +67,13 @@ class Setup:
           UserError: the model doesn't fit the configuration or the mesh.
         """
         configs.check_against_model(config, shape, NoTokenizer())
-        mesh = make_mesh(config.mesh, planned.devices)
+        groups = DeviceGroups.of(config, planned.devices)
+        mesh = groups.policy
         algorithm = find_algorithm(config.algorithm.name)
         dtype = jnp.dtype(compute_dtype(config, planned))
         if planned.kind.chip is not None and config.model.layers == "auto":  # also where CPUs stand in
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, layers="loop"))
-        models, states = AbstractRoles(config, algorithm, mesh, dtype, total_steps=1).build()
+        models, states = AbstractRoles(config, algorithm, groups, dtype, total_steps=1).build()
         main = algorithm.main_role(config.algorithm.options).name
         row_shape = packing.RowShape.of(
             config.training.row_tokens,
