@@ -56,7 +56,7 @@ from jaxrl_llm.roles import RoleBuilder, mean_or_max, pack_lengths
 from jaxrl_llm.rollout import EVALUATION_STREAM, Rollout
 from jaxrl_llm.sharding import batch_shards
 from jaxrl_llm.types import Completion, Example, Params, Rollouts
-from jaxrl_llm.update import RoleState
+from jaxrl_llm.update import RoleState, TeacherReading
 from jaxrl_llm.workdir import CONFIG_FILE, Workdir
 
 logger = logging.getLogger(__name__)
@@ -319,9 +319,10 @@ class Trainer:
                     columns += batch.num_micro_batches * batch.rows.tokens[0].size
                     with timer("update"):
                         finish(mesh)
-                        teacher = None if divergence is None else self.residence.params(self.roles[divergence.role])
-                        if self.teacher is not None:
-                            teacher = self.teacher.read(teacher, batch)
+                        teacher: Params | TeacherReading | None = None
+                        if divergence is not None:
+                            teacher = self.residence.params(self.roles[divergence.role])
+                            teacher = teacher if self.teacher is None else self.teacher.read(teacher, batch)
                         self.roles[name] = self.residence.use(self.roles[name])
                         state, metrics = program(
                             self.roles[name],

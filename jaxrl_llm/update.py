@@ -169,7 +169,8 @@ class Forward:
         student = predicting(hidden, rows), self.decoder.output_weight(params)
         temperature = jnp.float32(self.temperature)
         if teacher.candidates is not None:
-            return top_k_divergence(*student, *teacher.candidates, rows.loss_mask, temperature, **settings)
+            ids, logprobs = teacher.candidates
+            return top_k_divergence(*student, ids, logprobs, rows.loss_mask, temperature, **settings)
         return token_divergence(*student, teacher.hidden, teacher.weight, rows.loss_mask, temperature, **settings)
 
     def before(self, params: Params, hidden: Float[Array, "R T D"], rows: Rows) -> Float[Array, "R T"]:
@@ -250,9 +251,10 @@ def make_update(
         old_is_actor: bool,
     ) -> tuple[RoleState, dict[str, Float[Array, ""]]]:
         params = forward.cast(role.params)
-        base, teacher = (
-            tree if tree is None or isinstance(tree, TeacherReading) else forward.cast(tree) for tree in frozen
-        )
+        base, teacher = frozen
+        base = None if base is None else forward.cast(base)
+        if teacher is not None and not isinstance(teacher, TeacherReading):
+            teacher = forward.cast(teacher)
         one = functools.partial(objective, base=base, old_is_actor=old_is_actor)
 
         def gradient(params: Params, index: Int[Array, ""]) -> Any:

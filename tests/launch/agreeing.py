@@ -64,9 +64,9 @@ def which_checkpoints(me: int) -> None:
         checkpoints = object.__new__(Checkpoints)
         checkpoints.directory = folder
         checkpoints._manager = Listing([1, 2] if me == 0 else [1], [1, 2])
-        assert checkpoints.newest() == 2 and checkpoints._complete(None) == 2
+        assert checkpoints.newest() == 2 and checkpoints.complete(None) == 2
         checkpoints._manager = Listing([1, 2], []) if me == 0 else Listing([1], [1])
-        name, text = raised(lambda: checkpoints._complete(None))
+        name, text = raised(lambda: checkpoints.complete(None))
         assert name == "UserError" and "no complete checkpoint of step 2 there; complete ones: [1]." in text
         checkpoints._manager = Listing([], []) if me == 0 else Listing([1], [1])
         assert checkpoints.newest() is None and checkpoints.read_host() == {}

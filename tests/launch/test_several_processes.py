@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import itertools
+import json
 import os
 import pathlib
 import signal
@@ -80,15 +84,54 @@ def reward(prompt, completion, answer):
 """
 
 
-def test_one_that_is_killed_and_one_that_is_asked_to_end_change_nothing(tmp_path: pathlib.Path):
+def write_run(folder: pathlib.Path, reward: str = REWARD) -> pathlib.Path:
+    """The configuration and its reward; returns the file of the former."""
+    (folder / "reward.py").write_text(reward.replace("FOLDER", str(folder)))
+    (folder / "run.py").write_text(CONFIG.replace("FOLDER", str(folder)))
+    return folder / "run.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Alone:
+    """A run of this process by itself, with four devices: its folder, and its parameters before and after."""
+
+    folder: pathlib.Path
+    trainer: Trainer
+    start: np.ndarray
+    end: np.ndarray
+
+    def require_equal(self, folder: pathlib.Path, trainer: Trainer) -> None:
+        """Of another run: the same samples and rewards in all steps, and the same parameters."""
+        samples = [
+            {(row["step"], row["uid"], row["completion"], row["reward"]) for row in read_lines(path / "samples.jsonl")}
+            for path in (folder, self.folder)
+        ]
+        assert samples[0] == samples[1] and {step for step, *_ in samples[0]} == {1, 2, 3}
+        rewards = [[row.get("reward/mean") for row in read_metrics(path)] for path in (folder, self.folder)]
+        assert rewards[0] == rewards[1]
+        # Sums in another order round differently; the run itself moved them by much more.
+        assert np.abs(self.end - self.start).max() > 1e-3
+        assert np.abs(flat(trainer) - self.end).max() < 1e-5
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
+    folder = tmp_path_factory.mktemp("alone")
+    config = resolve(read_config(str(write_run(folder))))
+    trainer = Trainer(config, folder / "run", devices=jax.devices()[:4])
+    start = flat(trainer)
+    trainer.train()
+    return Alone(folder / "run", trainer, start, flat(trainer))
+
+
+def test_one_that_is_killed_and_one_that_is_asked_to_end_change_nothing(tmp_path: pathlib.Path, alone: Alone):
     """Two processes with two devices each; process 1 is killed in step 2, and after the restart it alone gets SIGTERM.
     The last step is done by one process with four devices. Everything is as in a run of one process that nothing
     happened to."""
-    (tmp_path / "run.py").write_text(CONFIG.replace("FOLDER", str(tmp_path)))
-    (tmp_path / "reward.py").write_text(REWARD.replace("FOLDER", str(tmp_path)))
+    file = write_run(tmp_path)
     folder = tmp_path / "several"
     options = ["--processes", "2", "--devices-per-process", "2", "--grace-s", "1"]
-    run = ["--config", str(tmp_path / "run.py"), "--workdir", str(folder)]
+    run = ["--config", str(file), "--workdir", str(folder)]
     launched = subprocess.run(
         [sys.executable, "-m", "jaxrl_llm.launch", *options, "--", *run],
         env={**os.environ, "PYTHONPATH": PATHS},
@@ -101,28 +144,56 @@ def test_one_that_is_killed_and_one_that_is_asked_to_end_change_nothing(tmp_path
     assert "process 1" in launched.stderr and "was ended by SIGKILL" in launched.stderr
     assert (tmp_path / "asked").exists() and (folder / "logs" / "process_1.log").exists()
 
-    config = resolve(read_config(str(tmp_path / "run.py")))
-    alone = Trainer(config, tmp_path / "alone", devices=jax.devices()[:4])
-    start = flat(alone)
-    alone.train()
     # Scored once, by one of them, each its half of the prompts.
-    scored = [set((tmp_path / f"scored_{process}").read_text().splitlines()) for process in ("0", "1", "alone")]
+    scored = [set((tmp_path / f"scored_{process}").read_text().splitlines()) for process in ("0", "1")]
     assert scored[0].isdisjoint(scored[1])
     done = max(row["step"] for row in read_lines(folder / "samples.jsonl"))
     assert done < 3
-    assert scored[0] | scored[1] == {e.prompt for number in range(done) for e in alone.data.batch(number)}
+    assert scored[0] | scored[1] == {e.prompt for number in range(done) for e in alone.trainer.data.batch(number)}
     assert len(list((folder / "tensorboard").iterdir())) == 2  # one writer at each of two starts
 
-    finished = Trainer(config, folder, devices=jax.devices()[:4])
+    finished = Trainer(resolve(read_config(str(file))), folder, devices=jax.devices()[:4])
     finished.train()
-    samples = [{(row["step"], row["uid"], row["completion"], row["reward"]) for row in read_lines(path)}
-               for path in (folder / "samples.jsonl", tmp_path / "alone" / "samples.jsonl")]  # fmt: skip
-    assert samples[0] == samples[1] and {step for step, *_ in samples[0]} == {1, 2, 3}
-    rewards = [[row.get("reward/mean") for row in read_metrics(path)] for path in (folder, tmp_path / "alone")]
-    assert rewards[0] == rewards[1]
-    # Sums in another order round differently; the run itself moved them by much more.
-    assert np.abs(flat(alone) - start).max() > 1e-3
-    assert np.abs(flat(finished) - flat(alone)).max() < 1e-5
+    alone.require_equal(folder, finished)
+
+
+def test_four_two_in_stages_and_one_go_on_with_the_same_run(tmp_path: pathlib.Path, alone: Alone):
+    """A step by four processes with one device each, the next by two with one pipeline stage each, the last by one:
+    every checkpoint is read by another number of processes, on another mesh, than has written it. Then all are asked to
+    answer with it."""
+    file = write_run(tmp_path, REWARD.replace('process == "1"', "False"))  # nothing happens to anyone
+    folder = tmp_path / "several"
+
+    def launched(processes: int, command: str, *changes: str) -> subprocess.CompletedProcess[str]:
+        options = ["--processes", str(processes), "--grace-s", "1", "--", command]
+        run = ["--config", str(file), "--workdir", str(folder), *changes]
+        done = subprocess.run(
+            [sys.executable, "-m", "jaxrl_llm.launch", *options, *run],
+            env={**os.environ, "PYTHONPATH": PATHS},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        return done
+
+    launched(4, "train", "--config.num_steps=1")
+    scored = [(tmp_path / f"scored_{process}").read_text().splitlines() for process in range(4)]
+    assert [len(samples) for samples in scored] == [6] * 4  # of 6 prompts with 4 samples each
+    assert set(collections.Counter(itertools.chain(*scored)).values()) == {4}
+    assert len(list((folder / "tensorboard").iterdir())) == 1  # one writer
+    launched(2, "train", "--config.num_steps=2", "--config.mesh.pipeline=2", "--config.mesh.fsdp=1")
+    config = resolve(read_config(str(file)))
+    finished = Trainer(config, folder, devices=jax.devices()[:1])
+    finished.train()
+    alone.require_equal(folder, finished)
+
+    told = json.loads(launched(2, "generate", "--prompt", "3+4=").stdout.splitlines()[-1])
+    reader = Trainer(config, folder, read_only=True, devices=jax.devices()[:1])
+    assert reader.restore() and reader.step_index == 3
+    assert told == {"prompt": "3+4=", "completions": reader.generate(["3+4="])[0]}
+    reader.close()
 
 
 def flat(trainer: Trainer) -> np.ndarray:
