@@ -387,10 +387,25 @@ class PlacementConfig:
     reference: BlockConfig = option(BlockConfig, "")
     teacher: BlockConfig = option(BlockConfig, "")
     reward_model: BlockConfig = option(BlockConfig, "")
+    staleness: int = option(
+        0,
+        "1: the completions of the next step are sampled on the generation block while this one is learned, so with "
+        "the parameters from before it. Needs placement.generation and a correction (algorithm.rollout_is or "
+        "rollout_rs), and keeps a copy of the policy in the compute dtype, by which decoder and trainer are compared.",
+        low=0,
+        high=1,
+        unit="steps",
+    )
+    uncorrected: bool = option(False, "With staleness 1: learn from older samples as if they were new.")
+
+    @classmethod
+    def roles(cls) -> list[str]:
+        """What can be placed."""
+        return [field.name for field in dataclasses.fields(cls) if field.default_factory is BlockConfig]
 
     def blocks(self) -> dict[str, MeshConfig]:
         """The blocks beside the policy's, by the role that has given the sizes, in the order of their devices."""
-        named = {role.name: getattr(self, role.name).mesh for role in dataclasses.fields(self)}
+        named = {role: getattr(self, role).mesh for role in self.roles()}
         return {role: mesh for role, mesh in named.items() if mesh is not None}
 
     def owner(self, role: str) -> str:

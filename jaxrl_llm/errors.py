@@ -24,3 +24,7 @@ class RunStopped(RuntimeError):
 
     The command line prints the message alone and exits with code 3.
     """
+
+
+class Interrupted(Exception):
+    """Work on another thread was told to end, because the run does."""

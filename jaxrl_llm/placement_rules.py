@@ -96,7 +96,7 @@ def _row_shards(config: RunConfig, mesh: MeshConfig) -> int:
 def placement_conflicts(config: RunConfig) -> Iterator[Problem]:
     """Options of `placement` that name no role of the run, or that exclude others; judged without devices."""
     placement, entry = config.placement, _algorithm(config.algorithm.name)
-    roles = [role.name for role in dataclasses.fields(placement)]
+    roles = placement.roles()
     placed = [role for role in roles if getattr(placement, role).mesh or getattr(placement, role).beside]
     if not placed:
         return

@@ -114,6 +114,11 @@ class RLTrainer:
         for name, value in (options or {}).items():
             set_by_path(plain, name, value)
         resolved = configs.resolve(plain)
+        if resolved.placement.staleness:
+            raise UserError(
+                "placement.staleness = 1 samples the prompts of the next step, and RLTrainer is given them when it "
+                "comes. Leave it at 0, or run `python -m jaxrl_llm.main` with data.train."
+            )
         self.trainer = Trainer(
             resolved,
             workdir,

@@ -6,10 +6,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_llm import processes
@@ -17,7 +20,7 @@ from jaxrl_llm.config import REWARD_MODEL, RunConfig, longest_sequence
 from jaxrl_llm.decoding.engine import Engine, OnText
 from jaxrl_llm.decoding.request import Request, SamplingParams, sample_seeds
 from jaxrl_llm.device_groups import DeviceGroups
-from jaxrl_llm.errors import RunStopped
+from jaxrl_llm.errors import Interrupted, RunStopped
 from jaxrl_llm.hybrid_engine import HeldParams, HybridEngine
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.observability.timing import PhaseTimer
@@ -32,8 +35,15 @@ EVALUATION_STREAM = 2**32 - 1
 none that training draws."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Arranged:
+    """Parameters that are in the generation layout already (`Rollout.arrange`)."""
+
+    params: Params
+
+
 class Rollout:
-    """Completions and rewards for prompts.
+    """Completions and rewards for prompts. One thread at a time may ask for them.
 
     Args:
       make_scorer: starts the reward workers.
@@ -57,6 +67,7 @@ class Rollout:
         )
         self._make_scorer = make_scorer
         self._kept: HeldParams | None = None
+        self._interrupted = threading.Event()
 
     @functools.cached_property
     def hybrid_engine(self) -> HybridEngine:
@@ -103,9 +114,14 @@ class Rollout:
                 mesh=self.groups.mesh("reward_model"),
             )
 
+    def arrange(self, params: Params) -> Arranged:
+        """Parameters in the training layout, brought to the generation layout; returns once they are there."""
+        self.forget()
+        return Arranged(jax.block_until_ready(self.hybrid_engine.to_generation(params)))
+
     def complete(
         self,
-        params: Params,
+        params: Params | Arranged,
         examples: Sequence[Example],
         *,
         step: int,
@@ -116,10 +132,11 @@ class Rollout:
         on_text: OnText | None = None,
         keep: bool = False,
     ) -> list[list[Completion]]:
-        """Completions of each prompt, from parameters in the training layout.
+        """Completions of each prompt.
 
         Args:
-          params: kept; nothing of them is held when this returns, but where ``keep`` says so.
+          params: in the training layout, or what `arrange` made of such; kept; nothing of them is held when this
+            returns, but where ``keep`` says so.
           step: with the seed, the prompt, the sample and the position, it fixes the randomness.
           samples, temperature: in place of the configured ones (evaluation).
           draw: another number draws other samples.
@@ -127,6 +144,9 @@ class Rollout:
           keep: whether the parameters in the generation layout and the cache stay, for the next call with the very same
             ``params`` and ``keep``: its prompts that go on where these sequences end compute only what is new. Must be
             let go (`forget`) before ``params`` are donated, as both layouts may share buffers.
+
+        Raises:
+          Interrupted: see `interrupt`.
         """
         timer = timer or PhaseTimer()
         rollout = self.config.rollout
@@ -149,11 +169,14 @@ class Rollout:
             )
             for example in examples
         ]
-        with timer("layout"):
-            generation_params = self._generation_params(params, keep)
+        if isinstance(params, Arranged):
+            generation_params = params.params
+        else:
+            with timer("layout"):
+                generation_params = self._generation_params(params, keep)
         with timer("generation"):
             completions = self.engine.generate(
-                generation_params, requests, reuse=keep, on_text=on_text, progress=_tell_watchdog
+                generation_params, requests, reuse=keep, on_text=on_text, progress=self._reached
             )
             if self.config.hybrid_engine.kv_cache_policy == "dynamic" and not keep:
                 self.engine.release()
@@ -177,7 +200,7 @@ class Rollout:
 
     def rollouts(
         self,
-        params: Params,
+        params: Params | Arranged,
         examples: Sequence[Example],
         *,
         step: int,
@@ -233,6 +256,8 @@ class Rollout:
     def _score(self, owners: Sequence[Example], texts: Sequence[str]) -> RewardResult:
         """What the reward functions and the reward model say; a run without either has no scores (NaN)."""
         result = RewardResult(np.full(len(texts), np.nan, np.float32), {}, 0, [])
+        if self._interrupted.is_set():
+            raise Interrupted
         if self.config.rewards:
             result = self.reward_runner.score(
                 [owner.prompt for owner in owners],
@@ -266,15 +291,25 @@ class Rollout:
         told = self.reward_model.metrics
         return {f"reward_model/{name}": told[name] for name in ("cut_prompts", "cut_completions", "failures")}
 
+    def interrupt(self) -> None:
+        """Makes what another thread asked for end soon, by an `Interrupted`: at the decoder's next dispatch, or within
+        the time of a reward call. Nothing more can be asked for until `close`."""
+        self._interrupted.set()
+        runner = self.__dict__.get("reward_runner")
+        if runner is not None:
+            runner.interrupt()
+
+    def _reached(self, finished: int, of: int) -> None:
+        seen()
+        if self._interrupted.is_set():
+            raise Interrupted
+
     def close(self) -> None:
         """Ends the reward workers if there are any; the next use starts them again."""
+        self._interrupted.clear()
         runner = self.__dict__.pop("reward_runner", None)
         if runner is not None:
             runner.close()
-
-
-def _tell_watchdog(finished: int, of: int) -> None:
-    seen()
 
 
 def _prompt_key(example: Example, draw: int) -> int:

@@ -55,6 +55,8 @@ from jaxrl_llm.rewards.pool import RewardRunner
 from jaxrl_llm.roles import RoleBuilder, mean_or_max, pack_lengths
 from jaxrl_llm.rollout import EVALUATION_STREAM, Rollout
 from jaxrl_llm.sharding import batch_shards
+from jaxrl_llm.staleness import SampleAhead, told_apart
+from jaxrl_llm.staleness_rules import check_processes
 from jaxrl_llm.types import Completion, Example, Params, Rollouts
 from jaxrl_llm.update import RoleState, TeacherReading
 from jaxrl_llm.workdir import CONFIG_FILE, Workdir
@@ -90,6 +92,8 @@ class Trainer:
         self.groups = DeviceGroups.of(config, devices)
         self.mesh = self.groups.policy
         self.read_only = read_only
+        if not read_only:
+            check_processes(config)
         with contextlib.ExitStack() as opened:  # closed if anything below fails: a notebook goes on after the error
             self._set_up(workdir, rewards, tokenizer, opened)
             opened.pop_all()
@@ -147,6 +151,7 @@ class Trainer:
         opened.callback(self.rollout.close)
         if config.reward_model.path and not read_only:
             _ = self.rollout.reward_model  # one that can't be read is an error now, not after a rollout
+        self.ahead = SampleAhead(self)
         self.log = RunLog(None if self.workdir is None else self.workdir.path)
         opened.callback(self.log.close)
         self._preempted = threading.Event()
@@ -225,8 +230,7 @@ class Trainer:
                     self.log.write(0, metrics)
             logger.info("the first step compiles its programs, which takes longer than the steps after it")
             while self.step_index < self.total_steps:
-                examples = next(self.data)
-                metrics, rollouts = self.step(examples)
+                metrics, rollouts = self._next_step(self.data)
                 last = self.step_index == self.total_steps
                 if _due(self.config.eval.every_steps, self.step_index) or (last and self.config.eval.after):
                     self._evaluate(metrics)
@@ -251,8 +255,14 @@ class Trainer:
 
         return any(processes.exchange(tell))
 
+    def _next_step(self, data: PromptData) -> tuple[dict[str, float], Rollouts]:
+        """`step` on the next training rows; with `placement.staleness`, on samples that the step before has begun."""
+        if self.config.placement.staleness:
+            return self._step(self.ahead.collect)
+        return self.step(next(data))
+
     def step(self, examples: Sequence[Example]) -> tuple[dict[str, float], Rollouts]:
-        """One step on any number of prompts: generate, score, learn.
+        """One step on any number of prompts: generate with the current parameters, score, learn.
 
         Returns:
           The step's metrics by name and the scored rollouts.
@@ -260,13 +270,16 @@ class Trainer:
         Raises:
           RunStopped: see `_check`.
         """
+        return self._step(lambda context, timer: self.algorithm.collect(context, examples))
+
+    def _step(self, collect: Callable[[StepContext, PhaseTimer], Rollouts]) -> tuple[dict[str, float], Rollouts]:
         self.rollout.forget()  # what a conversation kept may share buffers with parameters that an update donates
         timer = PhaseTimer()
         context = StepContext(self, timer)
         with step_profile(self.step_index + 1, self._profile_folder(self.step_index + 1)):
-            rollouts = self.algorithm.collect(context, examples)
+            rollouts = collect(context, timer)
             prepared = by_role(self.algorithm.prepare(context, rollouts), self.algorithm.trained_roles(self.options))
-            learned = self._learn(prepared, timer)
+            learned = told_apart(rollouts, self._learn(prepared, timer))
             told = {name: value for sequences in prepared.values() for name, value in sequences.metrics.items()}
             metrics = {**rollouts.metrics, **told, **learned, "rollout/samples": float(len(rollouts))}
             self.memory = self.algorithm.after_step(self.options, self.memory, metrics)
@@ -374,13 +387,13 @@ class Trainer:
             share_prompts=self.config.training.share_prompts,
         )
 
-    def per_token(self, role: str, sequences: Sequences, kind: str) -> list[np.ndarray]:
+    def per_token(self, role: str, sequences: Sequences, kind: str, params: Params | None = None) -> list[np.ndarray]:
         """``logprobs`` or ``values`` of each token's column, ``[t]`` by sequence; zeros for one that is not packed.
-        Split like the updates, so that it runs in their shape."""
+        Split like the updates, so that it runs in their shape. Other parameters than the role's own may be given."""
         out: list[np.ndarray] = [np.zeros(0)] * len(sequences.tokens)
         sequences = dataclasses.replace(sequences, extras={}, partner=None)
         program, mesh = getattr(self.models[role], kind), self.models[role].mesh
-        with self._params(role) as params:
+        with self._params(role) if params is None else contextlib.nullcontext(params) as params:
             for members in packing.mini_batches(sequences, self.config.training.mini_batch_size):
                 batch, placement = self._pack(packing.select(sequences, members), mesh)
                 rows = update.put_rows(batch, mesh)
@@ -441,6 +454,7 @@ class Trainer:
           UserError: a prompt is empty or too long, or the run's model writes no text.
         """
         self.algorithm.require_writer(self.options)
+        self.ahead.settle()
         examples = self.examples(prompts)
         return self.rollout.complete(self.roles[self.main].whole, examples, step=self.step_index, on_text=on_text)
 
@@ -524,12 +538,25 @@ class Trainer:
     # --- saving and resuming ----------------------------------------------------------------------------------
 
     def save(self, metrics: dict[str, float]) -> None:
-        """Starts saving everything that defines the next step."""
+        """Starts saving everything that defines the next step, the samples that were begun for it included.
+
+        Raises:
+          Exception: what went wrong with those samples; the rest is saved.
+        """
         if self.checkpoints is None:
             return
+        try:
+            self.ahead.settle()
+        except Exception:
+            self._save(metrics)
+            raise
+        self._save(metrics)
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        assert self.checkpoints is not None
         seen("checkpoint")
         host = {
-            "data": self.data.state() if self.data else None,
+            **self.ahead.state(),
             "memory": self.memory,
             "sources": self.sources,
             "versions": {name: importlib.metadata.version(name) for name in ("jaxrl-llm", "jax", "flax", "optax")},
@@ -568,6 +595,7 @@ class Trainer:
         self.memory, self.step_index = restored.host["memory"], restored.step
         if self.data is not None and restored.host["data"] is not None:
             self.data.restore(restored.host["data"])
+        self.ahead.restore(restored.host)
         logger.info("resumed from %s after step %d", self.checkpoints.directory, self.step_index)
         return True
 
@@ -582,7 +610,7 @@ class Trainer:
         self.roles[name] = self.residence.rest(name, dataclasses.replace(state, base=self.roles[name].base))
 
     def close(self) -> None:
-        """Waits for background saves and ends the reward workers."""
+        """Waits for background saves and ends the reward workers, and what samples ahead."""
         with contextlib.ExitStack() as stack:  # each is closed whatever happens to the others
             if self.workdir is not None:
                 stack.callback(self.workdir.close)
@@ -590,7 +618,8 @@ class Trainer:
             stack.callback(self.rollout.close)
             if self.checkpoints is not None:
                 stack.callback(self.checkpoints.close)
-                self.checkpoints.wait()
+                stack.callback(self.checkpoints.wait)
+            self.ahead.close()
 
     # --- setting up -------------------------------------------------------------------------------------------
 
@@ -723,6 +752,7 @@ class StepContext:
         temperature: float | None = None,
         draw: int = 0,
     ) -> Rollouts:
+        self.trainer.ahead.settle(self.timer)  # one thread at a time has the decoder
         return self.trainer.rollout.rollouts(
             self.trainer.roles[role].whole,
             examples,

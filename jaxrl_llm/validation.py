@@ -20,6 +20,7 @@ from jaxrl_llm.config import (
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import nearest
 from jaxrl_llm.placement_rules import block_of, generation_tensor, placement_conflicts, policy_copies, policy_shaped
+from jaxrl_llm.staleness_rules import staleness_conflicts
 
 Problem = tuple[str, str]
 """(``error`` | ``warning``, message)"""
@@ -58,6 +59,7 @@ def conflicts(config: RunConfig, training: bool = True) -> Iterator[Problem]:
     yield from placement_conflicts(config)
     yield from _reward_conflicts(config, training)
     if training:
+        yield from staleness_conflicts(config)
         validate = _algorithm(config.algorithm.name).validate
         yield from validate(config.algorithm.options, config)
 

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from jaxrl_llm import config as configs
-from jaxrl_llm.config import RunConfig
+from jaxrl_llm.config import PlacementConfig, RunConfig
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import to_dict
 
@@ -24,7 +24,7 @@ FREE_TO_CHANGE = (
     "log_level",
     "watchdog_s",
     "processes.",
-    "placement.",
+    *(f"placement.{role}." for role in PlacementConfig.roles()),
     "profile_steps",
     "model.remat",
     "model.layers",

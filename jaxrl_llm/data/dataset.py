@@ -8,6 +8,7 @@ place in it, (seed, epoch) gives the order of rows, and every process takes its 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -115,6 +116,14 @@ class PromptData:
         start = batch_in_epoch * self._batch_size + self._process_index * share
         rows = self._order_cache[1][start : start + share]
         return [self._at_epoch(self._examples[row], epoch) for row in rows]
+
+    def example(self, row: int, epoch: int) -> Example:
+        """The row of that index in its file, as a batch of that epoch holds it."""
+        return self._at_epoch(self._by_row[row], epoch)
+
+    @functools.cached_property
+    def _by_row(self) -> dict[int, Example]:
+        return {example.row: example for example in self._examples}
 
     @staticmethod
     def _at_epoch(example: Example, epoch: int) -> Example:

@@ -1,26 +1,48 @@
 """Makes a hang visible: after a silence, the phase and the stacks of all threads are printed.
 
 `seen` is called wherever something was reached: a phase of a step (`timing.PhaseTimer`), a dispatch of the decoder, a
-checkpoint. It costs two assignments. What it remembers is of the process, as the stacks are.
+checkpoint. It costs two assignments. What it remembers is of the process, as the stacks are; where a thread works
+beside the run's own (`beside`), its phase is told as well. A silence is one of all threads: whoever waits for one that
+hangs is silent too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _phase = "start"
 _last = time.monotonic()
+_beside: dict[int, tuple[str, str]] = {}  # by thread: what it is called and its phase
 
 
 def seen(phase: str | None = None) -> None:
     """Notes a sign of progress, and the phase that begins; None stays in the one that is."""
     global _phase, _last
-    _phase, _last = _phase if phase is None else phase, time.monotonic()
+    _last = time.monotonic()
+    if phase is None:
+        return
+    thread = threading.get_ident()
+    if thread in _beside:
+        _beside[thread] = (_beside[thread][0], phase)
+    else:
+        _phase = phase
+
+
+@contextlib.contextmanager
+def beside(name: str) -> Iterator[None]:
+    """While inside, phases of this thread are told under `name`, beside that of the run."""
+    thread = threading.get_ident()
+    _beside[thread] = (name, "start")
+    try:
+        yield
+    finally:
+        del _beside[thread]
 
 
 class Watchdog:
@@ -64,9 +86,10 @@ class Watchdog:
                 self._tell(now - _last)
 
     def _tell(self, silence_s: float) -> None:
+        others = "".join(f"; {name}: {phase}" for name, phase in list(_beside.values()))
         text = (
             f"\nwatchdog: {self._name or f'process {os.getpid()}'} has shown no progress for {silence_s:.0f} s; phase: "
-            f"{_phase}. Its threads (watchdog_s sets the time, 0 switches this off):\n"
+            f"{_phase}{others}. Its threads (watchdog_s sets the time, 0 switches this off):\n"
         )
         sys.stderr.flush()
         os.write(self._output, text.encode())

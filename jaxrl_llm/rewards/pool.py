@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_llm import processes
 from jaxrl_llm.config import RewardConfig, RewardRunnerConfig
-from jaxrl_llm.errors import RunStopped, UserError
+from jaxrl_llm.errors import Interrupted, RunStopped, UserError
 from jaxrl_llm.rewards.combine import RewardResult, weighted_sum
 from jaxrl_llm.rewards.process import WorkerProcess
 from jaxrl_llm.rewards.protocol import encode
@@ -73,6 +73,7 @@ class RewardRunner:
         self._setup = encode(setup, _plain)
         self._workers: list[WorkerProcess] = []
         self._lock = threading.Lock()
+        self._interrupted = threading.Event()
         self._close = weakref.finalize(self, _kill_all, self._workers, os.getpid())
         try:
             for _ in range(settings.num_workers):
@@ -92,6 +93,10 @@ class RewardRunner:
         """Ends every worker. The runner can't be used afterwards."""
         self._close()
 
+    def interrupt(self) -> None:
+        """Makes a call of `score` on another thread end within ``timeout_s``, by an `Interrupted`; so do later ones."""
+        self._interrupted.set()
+
     def score(
         self,
         prompts: Sequence[str],
@@ -105,6 +110,7 @@ class RewardRunner:
 
         Raises:
           RunStopped: every score of every reward failed, or none applied, under ``on_all_failed = 'stop'``.
+          Interrupted: see `interrupt`.
           UserError: a row's metadata can't be sent to a worker.
         """
         if not self._close.alive:
@@ -137,6 +143,8 @@ class RewardRunner:
         queue = deque(tasks)
         pending = {task[0] for task in tasks}
         while pending:
+            if self._interrupted.is_set():
+                raise Interrupted
             for worker in self._workers:
                 if worker.ready and not worker.tasks and queue:
                     size = min(MAX_BATCH, max(1, len(queue) // (2 * len(self._workers))))

@@ -16,7 +16,7 @@ import pytest
 
 from jaxrl_llm.config import default_config, resolve
 from jaxrl_llm.observability.timing import PhaseTimer
-from jaxrl_llm.observability.watchdog import Watchdog, seen
+from jaxrl_llm.observability.watchdog import Watchdog, beside, seen
 from jaxrl_llm.trainer import Trainer
 
 
@@ -152,3 +152,30 @@ def test_a_silence_of_0_seconds_watches_nothing():
     before = threading.active_count()
     with Watchdog(0.0):
         assert threading.active_count() == before
+
+
+def test_the_phase_of_a_thread_beside_the_run_is_told_as_well(tmp_path: pathlib.Path):
+    """Target: the phase of the thread in place of the run's; one that is told after its thread has ended."""
+    timer, inside, free = PhaseTimer(), threading.Event(), threading.Event()
+
+    def works_beside() -> None:
+        with beside("sampling"), PhaseTimer()("generation"):
+            inside.set()
+            free.wait(10)
+
+    def told_of(name: str) -> str:
+        with (tmp_path / name).open("w+") as file, Watchdog(0.1, output=file.fileno()):
+            deadline = time.monotonic() + 5
+            while file.tell() == 0 and time.monotonic() < deadline:
+                time.sleep(0.02)
+                file.seek(0, 2)
+        return (tmp_path / name).read_text()
+
+    thread = threading.Thread(target=works_beside)
+    with timer("update"):
+        thread.start()
+        inside.wait(10)
+        assert "phase: update; sampling: generation." in told_of("both")
+        free.set()
+        thread.join()
+        assert "phase: update." in told_of("after")

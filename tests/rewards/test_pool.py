@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from jaxrl_llm.config import RewardConfig, RewardRunnerConfig
-from jaxrl_llm.errors import RunStopped, UserError
+from jaxrl_llm.errors import Interrupted, RunStopped, UserError
 from jaxrl_llm.rewards.pool import RewardRunner
 
 HERE = Path(__file__).parent
@@ -291,6 +292,16 @@ def test_an_interrupted_batch_does_not_reach_the_next():
         finally:
             signal.signal(signal.SIGALRM, previous)
         np.testing.assert_array_equal(score(pool, ["a", "ab"]).total, np.float32([1, 2]))
+
+
+def test_a_batch_can_be_ended_from_another_thread():
+    """Target: a batch that goes on to its last call, half a minute later."""
+    with runner(timeout_s=1.0, num_workers=1) as pool:
+        timer = threading.Timer(0.3, pool.interrupt)
+        timer.start()
+        with pytest.raises(Interrupted):
+            score(pool, ["loop"] * 30)
+        timer.join()
 
 
 SCRIPT = """
