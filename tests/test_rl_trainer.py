@@ -103,7 +103,7 @@ BLOCKS = {
 def test_rows_of_the_documentation_are_learned_from(algo, shown, metric, monkeypatch):
     """Its code as it stands, then five more steps on its rows.
 
-    Caught: an example that is not up to date; a prompt in place of the row; chosen and rejected, or labels, exchanged.
+    Caught: a row taken for a prompt; chosen and rejected exchanged.
     """
     monkeypatch.setattr(rl_trainer, "Trainer", functools.partial(rl_trainer.Trainer, devices=jax.devices()[:1]))
     names = {"RLTrainer": jaxrl_llm.RLTrainer}

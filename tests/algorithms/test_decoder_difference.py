@@ -25,8 +25,7 @@ RUNS = {
 @pytest.mark.parametrize("name", RUNS)
 def test_a_decoder_that_disagrees_stops_the_run(name, monkeypatch):
     """First a sound step, then one in which the decoder tells 0.1 too much (of the second agent alone, where there are
-    two). Caught: no figure at all; one that is told for the first agent only; the difference of another sample of the
-    group; pairs packed without the sampler's log-probs."""
+    two). Caught: no figure of either algorithm."""
     changes, ending, learns = RUNS[name]
     trainer = Trainer(make_config(name, **changes), None, rewards={"longer": longer}, devices=jax.devices()[:1])
     mean, largest = f"rollout/logprob_diff_mean{ending}", f"rollout/logprob_diff{ending}_max"
