@@ -20,6 +20,7 @@ Exit codes: 0 done · 2 bad input · 3 the run stopped itself (a check failed) �
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import pathlib
@@ -112,6 +113,10 @@ def run(arguments: Sequence[str]) -> None:
 
     config = resolve(read_config(options.config, overrides), training=options.command in ("train", "plan"))
     require_inputs(config, options)
+    if options.chat:  # one sequence at a time: no pages for more
+        config = dataclasses.replace(
+            config, rollout=dataclasses.replace(config.rollout, num_slots=1, samples_per_prompt=1)
+        )
     if options.command == "plan":
         from jaxrl_llm.plan.command import plan
 

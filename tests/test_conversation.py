@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+import sys
 import types
 
 import jax
@@ -213,6 +214,30 @@ def test_turns_are_prompts_or_lines(typed, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.StringIO("ab\n\n  \ncd\r\ne"))
     main.chat(object(), main.typed_turns() if typed else ["ab", "cd", "e"])
     assert capsys.readouterr().out == "AB\nCD\nE\n"
+
+
+def test_the_cache_of_a_conversation_is_for_one_sequence(monkeypatch, tmp_path, capsys):
+    """Caught: pages for as many samples as the run trains on."""
+
+    class Trainer:
+        def __init__(self, config, workdir, read_only):
+            assert (config.rollout.num_slots, config.rollout.samples_per_prompt, read_only) == (1, 1, True)
+
+        def restore(self):
+            return True
+
+        def close(self):
+            print("closed")
+
+    (tmp_path / "run.py").write_text(
+        "from jaxrl_llm.config import default_config\n\ndef get_config():\n    config = default_config()\n"
+        "    config.model.path = 'builtin:tiny_addition'\n    return config\n"
+    )
+    monkeypatch.setattr("jaxrl_llm.conversation.Chat", Parrot)
+    monkeypatch.setitem(sys.modules, "jaxrl_llm.trainer", types.SimpleNamespace(Trainer=Trainer))
+    arguments = ["generate", "--chat", "--config", str(tmp_path / "run.py"), "--prompt", "ab", "--prompt", "c"]
+    assert main.main(arguments) == 0
+    assert capsys.readouterr().out == "AB\nC\nclosed\n"
 
 
 def test_a_line_without_end_is_refused(monkeypatch):

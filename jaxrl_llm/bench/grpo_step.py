@@ -65,6 +65,7 @@ def measure(model: str, work: Workload) -> dict[str, float]:
         "layout_s": median("time/layout_s"),
         "reward_s": median("time/reward_s"),
         "generation_tokens_per_s": median("perf/generation_tokens_per_s"),
+        "generation_host_fraction": median("perf/host_fraction"),
         "train_tokens_per_s": median("perf/train_tokens_per_s"),
         "compile_s": compile_s,
         "compiles_first_step": compile_count,
