@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
 import pathlib
 import zlib
 from collections.abc import Callable, Mapping
@@ -42,10 +41,6 @@ from jaxrl_llm.update import Forward, RoleState
 from jaxrl_llm.validation import uneven_layers
 
 logger = logging.getLogger(__name__)
-
-VOCABULARY_MULTIPLE = 8
-"""The vocabulary's rows are padded to a multiple of it on any mesh, so that a checkpoint of one tensor size (1, 2, 4
-or 8) fits another. Padded rows have probability 0 and are not exported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,8 +106,6 @@ class RoleBuilder:
         self.mesh = groups.policy
         self.options = config.algorithm.options
         self.total_steps, self.read_only = total_steps, read_only
-        tensor_sizes = [mesh.shape["tensor"] for mesh in groups.meshes]
-        self.multiple = math.lcm(VOCABULARY_MULTIPLE, *tensor_sizes, config.rollout.tensor or 1)
         model = config.model
         self.schedule = self._schedule(self.mesh)
         self.lora = Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets)) if model.lora_rank else None
@@ -274,12 +267,10 @@ class RoleBuilder:
         model = self.config.model
         if model.architecture:
             key = jax.random.key(self.config.seed)
-            decoder, params = init_model(
-                model.architecture, key, mesh=mesh, layout=TRAINING, vocab_multiple=self.multiple
-            )
+            decoder, params = init_model(model.architecture, key, mesh=mesh, layout=TRAINING, vocab_multiple=0)
             return decoder, jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         with processes.agreement():  # each process reads the files itself
-            return load_model(model.path, mesh=mesh, layout=TRAINING, dtype=dtype, vocab_multiple=self.multiple)
+            return load_model(model.path, mesh=mesh, layout=TRAINING, dtype=dtype, vocab_multiple=0)
 
     def _load(self, path: str, dtype: Any, role: Role) -> tuple[Decoder, Params]:
         mesh = self.groups.mesh(role.section)

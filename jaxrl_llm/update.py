@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from jaxrl_kernels.token_divergence.api import token_divergence, top_k_divergence
@@ -24,7 +24,7 @@ from jaxrl_llm.algorithms.interface import Algorithm, Divergence, Objective
 from jaxrl_llm.models import pipeline
 from jaxrl_llm.models.arrangement import merge_trees
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.placement import splitting_axes
+from jaxrl_llm.models.placement import DATA_AXIS, splitting_axes
 from jaxrl_llm.models.value_head import token_values
 from jaxrl_llm.sharding import batch_sharding, replicated
 from jaxrl_llm.types import MiniBatch, Params, Rows, ValueOutputs
@@ -220,6 +220,11 @@ def make_update(
       name: of the role: its loss is taken, and its metrics are named by it.
     """
     losses = algorithm.loss_of(name)
+    data = mesh.shape[DATA_AXIS]
+    # Within a shard of `data`, whose logits are a part of those of all devices.
+    chunk_tokens = max(1, forward.chunk_tokens // data)
+    teacher_forward = forward.teacher and dataclasses.replace(forward.teacher, chunk_tokens=chunk_tokens)
+    forward = dataclasses.replace(forward, chunk_tokens=chunk_tokens, teacher=teacher_forward)
 
     def objective(
         params: Params,
@@ -235,6 +240,66 @@ def make_update(
             )
         result = losses(options, outputs, rows)
         return result.total, result
+
+    def at_rest(grads: Params) -> Params:
+        specs = jax.tree.map(lambda sharding: sharding.spec, role_shardings.params)
+        return jax.tree.map(jax.lax.with_sharding_constraint, grads, specs)
+
+    def accumulate(
+        params: Params,
+        frozen: tuple[Params | None, Params | TeacherReading | None],
+        rows: Rows,
+        num_micro_batches: Int[Array, ""],
+        old_is_actor: bool,
+    ) -> tuple[Params, Objective]:
+        """Gradients in float32 and sums of all micro-batches, in the order of the schedule's layers.
+
+        Each index of ``data`` adds up those of its rows, scattered over ``fsdp`` as the parameters are; what it has
+        crosses ``data`` once, at the end. Were that axis XLA's too, whole gradients would be added up over both in
+        every micro-batch.
+        """
+
+        def of_shard(
+            params: Params,
+            frozen: tuple[Params | None, Params | TeacherReading | None],
+            fields: list[Array],
+            num_micro_batches: Int[Array, ""],
+        ) -> tuple[Params, Objective]:
+            rows = jax.tree.unflatten(of_rows, fields)
+            base, teacher = frozen
+            one = functools.partial(objective, base=base, old_is_actor=old_is_actor)
+
+            def gradient(params: Params, index: Int[Array, ""]) -> Any:
+                said = teacher.at(index) if isinstance(teacher, TeacherReading) else teacher
+                return jax.value_and_grad(one, has_aux=True)(params, _micro_batch(rows, index), said)
+
+            def body(index: Int[Array, ""], carry: tuple[Any, Objective]) -> tuple[Any, Objective]:
+                total, sums = carry
+                (_, result), grads = gradient(params, index)
+                total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
+                return at_rest(total), _accumulate(sums, result)
+
+            shapes = jax.eval_shape(lambda p: gradient(p, jnp.int32(0))[0][1], params)
+            empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+            zeros = at_rest(jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), params))
+            grads, sums = jax.lax.fori_loop(0, num_micro_batches, body, (zeros, empty))
+            return (grads, sums) if data == 1 else _over_data(grads, sums)
+
+        fields, of_rows = jax.tree.flatten(rows)  # a jitted function may not build `Rows` of what are no arrays
+        if data == 1:
+            return of_shard(params, frozen, fields, num_micro_batches)
+        whole, split = PartitionSpec(), PartitionSpec(None, DATA_AXIS)
+        said = TeacherReading(hidden=split, weight=whole, candidates=split)
+        of_frozen = (whole, said if isinstance(frozen[1], TeacherReading) else whole)
+        # Nothing is differentiated through it, so nothing has to say over which axes a value varies.
+        shards = jax.shard_map(
+            of_shard,
+            in_specs=(whole, of_frozen, split, whole),
+            out_specs=whole,
+            axis_names={DATA_AXIS},
+            check_vma=False,
+        )
+        return shards(params, frozen, fields, num_micro_batches)
 
     @functools.partial(
         jax.jit,
@@ -255,22 +320,7 @@ def make_update(
         base = None if base is None else forward.cast(base)
         if teacher is not None and not isinstance(teacher, TeacherReading):
             teacher = forward.cast(teacher)
-        one = functools.partial(objective, base=base, old_is_actor=old_is_actor)
-
-        def gradient(params: Params, index: Int[Array, ""]) -> Any:
-            said = teacher.at(index) if isinstance(teacher, TeacherReading) else teacher
-            return jax.value_and_grad(one, has_aux=True)(params, _micro_batch(rows, index), said)
-
-        def body(index: Int[Array, ""], carry: tuple[Any, Objective]) -> tuple[Any, Objective]:
-            total, sums = carry
-            (_, result), grads = gradient(params, index)
-            total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
-            return total, _accumulate(sums, result)
-
-        shapes = jax.eval_shape(lambda p: gradient(p, jnp.int32(0))[0][1], params)
-        empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-        zeros = jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), role.params)
-        grads, sums = jax.lax.fori_loop(0, num_micro_batches, body, (zeros, empty))
+        grads, sums = accumulate(params, (base, teacher), rows, num_micro_batches, old_is_actor)
         grads = pipeline.restore(forward.schedule, grads)
         new_params, opt_state, norm, finite = optimizers.apply(
             optimizer, grads, role.opt_state, role.params, clip_norm, denominator
@@ -314,6 +364,12 @@ def _accumulate(sums: Objective, new: Objective) -> Objective:
         add(sums.counted, new.counted),
         jax.tree.map(jnp.maximum, sums.maxima, new.maxima),
     )
+
+
+def _over_data(grads: Params, sums: Objective) -> tuple[Params, Objective]:
+    add = functools.partial(jax.lax.psum, axis_name=DATA_AXIS)
+    most = {name: jax.lax.pmax(value, DATA_AXIS) for name, value in sums.maxima.items()}
+    return add(grads), Objective(*add((sums.total, sums.weighted, sums.counted)), most)
 
 
 def make_logprobs(forward: Forward, mesh: Mesh) -> Callable[..., Float[Array, "M R T"]]:

@@ -12,9 +12,10 @@ import jaxtyping
 import pytest
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import update
+from jaxrl_llm import resharding, update
 from jaxrl_llm.config import MeshConfig
 from jaxrl_llm.config_file import read_config
+from jaxrl_llm.hybrid_engine import HybridEngine
 from jaxrl_llm.main import main
 from jaxrl_llm.plan import search
 from jaxrl_llm.plan.abstract_roles import model_shape
@@ -133,6 +134,9 @@ def test_traffic_is_what_fsdp_and_tensor_need():
         ("replica_groups=[2,4]<=[4,2]T(1,0)", ("fsdp",), 4),
         ("replica_groups=[1,8]<=[8]", ("fsdp", "tensor"), 8),
         ("replica_groups=mesh['fsdp'=4,'tensor'=2] {'tensor'}", ("tensor",), 2),
+        ("replica_groups=mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'c'}", ("fsdp",), 4),
+        ("replica_groups=mesh['a'=8] {'a':(4)2}", ("tensor",), 2),
+        ("replica_groups=mesh['a'=8] {'a':(1)4}", ("fsdp",), 4),
     ],
 )
 def test_groups_are_read_in_every_form(groups: str, axes: tuple[str, ...], size: int):
@@ -151,6 +155,43 @@ ENTRY %main (a: f32[8]) -> f32[128] {{
     (found,) = collectives(text, mesh)
     assert (found.kind, found.axes, found.count, found.in_loop) == ("all-gather", axes, 3, False)
     assert found.bytes == 3 * (128 - shard) * 4
+
+
+def test_an_unknown_form_of_groups_is_no_guess():
+    mesh = make_mesh(MeshConfig(data=1, fsdp=4, tensor=2, pipeline=1), jax.devices()[:8])
+    text = "ENTRY %main (a: f32[8]) -> f32[8] {\n  %s = f32[8] all-reduce(%a), replica_groups=other(1)\n}\n"
+    with pytest.raises(ValueError, match=r"form that is not known: .*other\(1\)"):
+        collectives(text, mesh)
+
+
+@pytest.mark.parametrize("tensor", [0, 1])
+def test_the_layout_change_of_a_pipeline_is_planned_as_its_programs_send_it(tensor: int, monkeypatch):
+    """Stages hold other layers, so that all but its own are received by each device."""
+    config = tiny(4, layers=4, pipeline=2, tensor=2)
+    config = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, tensor=tensor))
+    setup = Setup.of(config, model_shape(config), planned_devices(DEVICE_KINDS["cpu"], 4))
+    decoder = setup.models["policy"].decoder
+    engine = HybridEngine(decoder, setup.mesh, config.hybrid_engine, setup.dtype, tensor=tensor)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, setup.states["policy"].params)
+    params = jax.device_put(jax.device_get(decoder.init(jax.random.key(0))), shardings)
+    sent = []
+
+    def recorded(make):
+        def program(*arguments):
+            jitted = make(*arguments)
+
+            def run(array):
+                sent.extend(collectives(jitted.lower(array).compile().as_text(), engine.place.view))
+                return jitted(array)
+
+            return run
+
+        return program
+
+    for name in ("move_program", "split_program"):
+        monkeypatch.setattr(resharding, name, recorded(getattr(resharding, name)))
+    engine.to_generation(params)
+    assert setup.layout.received == sum(one.bytes for one in sent) > 0
 
 
 def test_a_pipeline_is_planned_as_it_will_run():

@@ -15,6 +15,9 @@ from jaxrl_llm.errors import UserError
 LORA_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 """Matrices of a block that can have an adapter."""
 
+VOCABULARY_MULTIPLE = 8
+"""The vocabulary's rows are padded to a multiple of it. Padded rows have probability 0 and are not exported."""
+
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
@@ -143,8 +146,15 @@ class ModelConfig:
             return self.eos_token_ids
         return (*self.eos_token_ids, other)
 
-    def with_vocab_multiple(self, multiple: int) -> ModelConfig:
-        """The same model with its vocabulary arrays padded to a multiple, for example the size of ``tensor``."""
+    def with_vocab_multiple(self, multiple: int = 0) -> ModelConfig:
+        """The same model with its vocabulary arrays padded to a multiple.
+
+        Args:
+          multiple: 0 is one that every ``tensor`` divides over which heads and MLP can be split, in training or in
+            generation, and `VOCABULARY_MULTIPLE`: of the model alone, so that a checkpoint of one mesh fits another.
+        """
+        if multiple == 0:
+            multiple = math.lcm(VOCABULARY_MULTIPLE, math.gcd(self.num_kv_heads, self.intermediate_size))
         padded = -(-self.vocab_size // multiple) * multiple
         return dataclasses.replace(self, padded_vocab_size=padded)
 

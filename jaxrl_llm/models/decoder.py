@@ -159,7 +159,8 @@ class Decoder:
                 x = self._pipelined(schedule, run_layers, stacked, window, columns, x)
             else:
                 x = run_layers({}, stacked, jnp.asarray(window), columns, x)
-        return self._final_norm(params, place(x, residual, None)).reshape(*tokens.shape, -1)
+        hidden = self._final_norm(params, place(x, residual, None)).reshape(*tokens.shape, -1)
+        return place(hidden, "rows", None, None)  # whole rows: outputs are computed of other tokens' states
 
     def _layers(
         self,

@@ -84,7 +84,8 @@ def load_model(
     Args:
       mesh, layout: where the parameters go; without a mesh, to the default device. Each device's slice is read
         from the file; the host holds one parameter at a time.
-      vocab_multiple: the vocabulary's arrays are padded to a multiple of this, so that a mesh can split them.
+      vocab_multiple: the vocabulary's arrays are padded to a multiple of this, so that a mesh can split them; 0 for
+        any mesh (`ModelConfig.with_vocab_multiple`).
 
     Raises:
       UserError: as :func:`load_config`; or tensors that are missing, left over or of another shape.

@@ -9,8 +9,11 @@ is manual, rows are split over the other two.
 Sequence parallelism (arXiv:2205.05198) splits tokens over ``tensor`` as well where no matrix splits them: what is added
 up from layer to layer, and its norms.
 
-They act where the project's mesh is in context (``jax.set_mesh``) and its axes are automatic; elsewhere, so under
-``shard_map`` or without a mesh, they do nothing.
+An update runs the rows of each index of ``data`` by themselves (``update.py``): there that axis is manual, and what is
+said here is said of the others.
+
+They act where the project's mesh is in context (``jax.set_mesh``) and its other axes are automatic; elsewhere, so under
+``shard_map`` over all of them or without a mesh, they do nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxrl_llm.models.arrangement import AXES
 from jaxrl_llm.types import Params
 
+DATA_AXIS = "data"
 PIPELINE_AXIS = "pipeline"
 
-ROW_AXES = ("data", "fsdp", PIPELINE_AXIS)
+ROW_AXES = (DATA_AXIS, "fsdp", PIPELINE_AXIS)
 """Mesh axes that split the rows of a batch."""
 
 TENSOR_AXIS = "tensor"
@@ -36,7 +40,7 @@ _MESH_AXES: dict[str, tuple[str, ...]] = {
     "rows": ROW_AXES,
     "sequence": (*ROW_AXES, TENSOR_AXIS),
     "micro_batches": (PIPELINE_AXIS,),
-    "rows_of_micro_batch": ("data", "fsdp"),
+    "rows_of_micro_batch": (DATA_AXIS, "fsdp"),
     "heads": (TENSOR_AXIS,),
     "kv_heads": (TENSOR_AXIS,),
     "mlp": (TENSOR_AXIS,),
@@ -67,12 +71,16 @@ def row_shards() -> int:
 
 
 def _automatic() -> dict[str, int] | None:
-    """Size by name of the mesh's axes, without a manual ``pipeline``; None where the others are not as they must be."""
+    """Size by name of the mesh's axes, without a manual ``data`` or ``pipeline``; None where the others are not as they
+    must be."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = {str(name): kind for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)}
-    if kinds.get(PIPELINE_AXIS) == AxisType.Manual:
-        del kinds[PIPELINE_AXIS]
-    if not {"data", "fsdp", TENSOR_AXIS} <= set(kinds) or set(kinds.values()) != {AxisType.Auto}:
+    if not {DATA_AXIS, "fsdp", TENSOR_AXIS} <= set(kinds):
+        return None
+    for name in (DATA_AXIS, PIPELINE_AXIS):
+        if kinds.get(name) == AxisType.Manual:
+            del kinds[name]
+    if set(kinds.values()) != {AxisType.Auto}:
         return None
     return {name: mesh.shape[name] for name in kinds}
 

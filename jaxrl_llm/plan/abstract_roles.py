@@ -42,7 +42,7 @@ class AbstractRoles(RoleBuilder):
     """Builds what a `RoleBuilder` does, each array a ``jax.ShapeDtypeStruct`` with its sharding."""
 
     def _load_start(self, mesh: Mesh, dtype: Any) -> tuple[Decoder, Params]:
-        decoder = Decoder(model_shape(self.config).with_vocab_multiple(self.multiple))
+        decoder = Decoder(model_shape(self.config).with_vocab_multiple())
         return decoder, self._placed(decoder.abstract_params(), decoder.logical_axes(), dtype)
 
     def _load(self, path: str, dtype: Any, role: Role) -> tuple[Decoder, Params]:
@@ -52,7 +52,7 @@ class AbstractRoles(RoleBuilder):
         hf = read_hf_config(local)
         body = CLASSIFIERS.get(architecture_of(hf) or "")
         shape = config_from_hf(hf if body is None else {**hf, "architectures": [body]}, str(local))
-        decoder = Decoder(shape.with_vocab_multiple(self.multiple))
+        decoder = Decoder(shape.with_vocab_multiple())
         if role.head == "values":
             return decoder, self._placed(abstract_value_params(decoder), value_axes(decoder), dtype)
         return decoder, self._placed(decoder.abstract_params(), decoder.logical_axes(), dtype)

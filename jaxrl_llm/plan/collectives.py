@@ -25,6 +25,7 @@ _INSTRUCTION = re.compile(rf"= (.*?) ({'|'.join(KINDS)})(-start)?\(")
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _CALLED = re.compile(r"\b(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
 _ITEM_BYTES = {"pred": 1, "f64": 8, "s64": 8, "u64": 8, "f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "s16": 2,
                "u16": 2, "s8": 1, "u8": 1, "s4": 1, "u4": 1}  # fmt: skip
 
@@ -142,18 +143,37 @@ def _group(line: str, num_devices: int) -> list[int]:
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     if listed:
         return [int(index) for index in listed[1].split(",")]
-    iota = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    iota = re.search(rf"replica_groups=\[(\d+),(\d+)\]<={_IOTA}", line)
     if iota:
-        ids = np.arange(num_devices).reshape([int(size) for size in iota[3].split(",")])
-        ids = ids.transpose([int(axis) for axis in iota[4].split(",")]) if iota[4] else ids
-        return ids.reshape(int(iota[1]), int(iota[2]))[0].tolist()
-    named = re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", line)
+        return _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[0].tolist()
+    named = re.search(rf"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\({_IOTA}\))?\s*\{{([^}}]*)\}}", line)
     if named:
-        sizes = re.findall(r"'([^']+)'=(\d+)", named[1])
-        members = re.findall(r"'([^']+)'", named[2])
-        ids = np.arange(num_devices).reshape([int(size) for _, size in sizes])
-        return ids[tuple(slice(None) if name in members else 0 for name, _ in sizes)].ravel().tolist()
+        return _of_named_axes(named[1], _iota(named[2], named[3]) if named[2] else np.arange(num_devices), named[4])
+    if re.search(r"replica_groups=(?!\{\})", line):
+        raise ValueError(f"groups of devices in a form that is not known: {line.strip()}")
     return list(range(num_devices))
+
+
+def _iota(sizes: str, transposed: str | None) -> np.ndarray:
+    ids = np.arange(math.prod(int(size) for size in sizes.split(","))).reshape([int(size) for size in sizes.split(",")])
+    return ids.transpose([int(axis) for axis in transposed.split(",")]) if transposed else ids
+
+
+def _of_named_axes(axes: str, ids: np.ndarray, members: str) -> list[int]:
+    """The first group along axes of a mesh of XLA's own. A part of an axis is written ``name:(before)size``: the axis
+    is that many times as long in front of it."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
+    parts = {name: (1, size) for name, size in sizes.items()}
+    taken = {}
+    for name, before, size in re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", members):
+        taken.setdefault(name, []).append((int(before), int(size)) if size else parts[name])
+    places = []
+    for name, length in sizes.items():
+        along = np.zeros(1, np.int64)
+        for before, size in taken.get(name, ()):
+            along = (along[:, None] + np.arange(size) * (length // (before * size))).ravel()
+        places.append(along)
+    return ids.reshape(list(sizes.values()))[np.ix_(*places)].ravel().tolist()
 
 
 def _axes(ids: list[int], mesh: Mesh) -> tuple[str, ...]:

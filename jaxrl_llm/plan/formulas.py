@@ -49,9 +49,9 @@ def matrix_parameters(setup: Setup, role: str) -> tuple[int, int]:
 
 
 def sent(setup: Setup) -> dict[str, list[Collective]]:
-    """By program, as in `estimate.Estimate`: gathers of weights over ``fsdp``, sums of gradients over ``data`` and
-    ``fsdp``, and over ``tensor`` two sums of activations a layer in each direction, and one more where the layer is
-    computed again."""
+    """By program, as in `estimate.Estimate`: gathers of weights and scattered sums of gradients over ``fsdp``, one sum
+    of gradients over ``data`` when all micro-batches are done, and over ``tensor`` two sums of activations a layer in
+    each direction, and one more where the layer is computed again."""
     found: dict[str, list[Collective]] = {}
     mesh, item = setup.mesh, setup.dtype.itemsize
     tensor, fsdp, data = (mesh.shape[axis] for axis in ("tensor", "fsdp", "data"))
@@ -63,7 +63,8 @@ def sent(setup: Setup) -> dict[str, list[Collective]]:
         gradients = setup.gradient_bytes(role) * fsdp * item / 4
         found[f"update of {role}"] = [
             _one("all-gather", ("fsdp",), mesh, 2 * weights * (fsdp - 1) / fsdp, 2 * shape.num_layers),
-            _gradients(mesh, gradients, shape.num_layers),
+            _one("reduce-scatter", ("fsdp",), mesh, gradients * (fsdp - 1) / fsdp, shape.num_layers),
+            _one("all-reduce", ("data",), mesh, _sum_bytes(setup.gradient_bytes(role), data), 1, in_loop=False),
             _one("all-reduce", ("tensor",), mesh, _sum_bytes(sums * rows * shape.hidden_size * item, tensor), sums),
         ]
     if setup.generation is not None:
@@ -76,14 +77,6 @@ def sent(setup: Setup) -> dict[str, list[Collective]]:
             size = _sum_bytes(sums * rows * shape.hidden_size * item, tensor)
             found[name] = [_one("all-reduce", ("tensor",), mesh, size, sums, in_loop=name == "decode")]
     return {name: [one for one in of if one.bytes] for name, of in found.items()}
-
-
-def _gradients(mesh: Mesh, size: int | float, count: int) -> Collective:
-    """XLA scatters sums over ``fsdp`` alone, and with ``data`` adds up whole gradients over both."""
-    data, fsdp = mesh.shape["data"], mesh.shape["fsdp"]
-    if data == 1:
-        return _one("reduce-scatter", ("fsdp",), mesh, size * (fsdp - 1) / fsdp, count)
-    return _one("all-reduce", ("data", "fsdp"), mesh, _sum_bytes(size, data * fsdp), count)
 
 
 def _sum_bytes(size: float, devices: int) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import packing
@@ -159,8 +159,9 @@ class Setup:
         targets, sources = self.generation.params, self._arranged(decoder)
         new = moved = 0
         known: dict[Any, int] = {}  # layers are alike, and there are many
-        pairs = zip(jax.tree.leaves(sources), jax.tree.leaves(targets), strict=True)
-        for source, target in pairs:
+        stages = self.mesh.shape["pipeline"]
+        moving = jax.tree.leaves(_groups(sources, stages, "pipeline"))
+        for source, target in zip(moving, jax.tree.leaves(_groups(targets, stages, None)), strict=True):
             key = source.shape, source.dtype, source.sharding.spec, target.sharding.spec
             if key not in known:
                 known[key] = received_bytes(source.shape, source.dtype.itemsize, source.sharding, target.sharding)
@@ -172,6 +173,8 @@ class Setup:
                 new += 0 if shared else device_bytes(one_target)
         bucket = min(self.config.hybrid_engine.bucket_bytes // self.mesh.size, device_bytes(sources))
         passing = bucket + device_bytes(sources["layers"][0])
+        if stages > 1:  # a matrix of a layer of each stage is there as a whole before it is cut
+            passing += stages * max(device_bytes(leaf) for leaf in jax.tree.leaves(targets["layers"][0]))
         return LayoutBytes(new, passing, moved // self.mesh.size)
 
     def _arranged(self, decoder: Decoder) -> Params:
@@ -180,6 +183,20 @@ class Setup:
         weight_dtype = self.config.rollout.weight_dtype
         shardings = TRAINING.shardings(self.mesh, decoder.generation_axes(weight_dtype))
         return with_shardings(self.generation.params, shardings)
+
+
+def _groups(generation: Params, stages: int, axis: str | None) -> Params:
+    """The arrays as they are moved: in a pipeline one layer of each stage together, stacked and split over ``axis``."""
+    if stages == 1:
+        return generation
+
+    def group(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        assert isinstance(leaf.sharding, NamedSharding)
+        sharding = NamedSharding(leaf.sharding.mesh, PartitionSpec(axis, *leaf.sharding.spec))
+        return jax.ShapeDtypeStruct((stages, *leaf.shape), leaf.dtype, sharding=sharding)
+
+    layers = generation["layers"][: len(generation["layers"]) // stages]
+    return {**generation, "layers": jax.tree.map(group, layers)}
 
 
 @dataclasses.dataclass(frozen=True)
