@@ -4,10 +4,10 @@
 
 The second agent reads the prompt, what the first wrote, and the prompt again, which the shipped model has never seen:
 it is almost always wrong at first. So the share of right digits is rewarded too; the last answer's reward is that of
-both. A step has 512 prompts with an answer each; values come from the agents' own trunks, which halves the time of a
-step. An answer that is cut is finished: its score says all, and a value added to it would reward the agent for never
+both. A step has 512 prompts with an answer each; values come from the agents' own trunks, which halves the time of
+updates. An answer that is cut is finished: its score says all, and a value added to it would reward the agent for never
 ending.
-Greedy accuracy of the last answer on the 505 held-out sums, one run: 0.026 → 0.857 in 100 steps and 272 s (shared cores).
+Greedy accuracy of the last answer on the 505 held-out sums, one run: 0.026 → 0.857 in 100 steps and 272 s.
 """
 
 import pathlib

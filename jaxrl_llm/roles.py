@@ -298,7 +298,7 @@ class RoleBuilder:
             self.sources[role.name] = step
             logger.info("%s: the checkpoint after step %d of %s", role.name, step, path)
             return self.decoder, params
-        where: Any = {"mesh": mesh, "layout": TRAINING, "dtype": dtype, "vocab_multiple": self.multiple}
+        where: Any = {"mesh": mesh, "layout": TRAINING, "dtype": dtype, "vocab_multiple": 0}
         load = functools.partial(load_classifier, new_head=True) if role.head == "values" else load_model
         with processes.agreement():
             decoder, params = load(path, **where)

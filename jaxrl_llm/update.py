@@ -369,7 +369,8 @@ def _accumulate(sums: Objective, new: Objective) -> Objective:
 def _over_data(grads: Params, sums: Objective) -> tuple[Params, Objective]:
     add = functools.partial(jax.lax.psum, axis_name=DATA_AXIS)
     most = {name: jax.lax.pmax(value, DATA_AXIS) for name, value in sums.maxima.items()}
-    return add(grads), Objective(*add((sums.total, sums.weighted, sums.counted)), most)
+    total, weighted, counted = add((sums.total, sums.weighted, sums.counted))
+    return add(grads), Objective(total, weighted, counted, most)
 
 
 def make_logprobs(forward: Forward, mesh: Mesh) -> Callable[..., Float[Array, "M R T"]]:

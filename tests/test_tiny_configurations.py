@@ -92,7 +92,7 @@ def measured(trainer: Trainer) -> tuple[float, float]:
     if trainer.algorithm.answer is not None:  # of several that answer in turn: the greedy answers' mean reward
         return trainer.evaluate()["eval/reward/mean"], 0.03
     # From -2.2 or -2.3, in nats. The least is reached by `distillation` (0.3), whose teacher is little ahead, then
-    # `gspo` (0.7), whose second update of a step is clipped; the most by `online_dpo` and `grpo` (2.1).
+    # `gspo` (0.7), whose second update of a step is clipped; the most by `gmpo` and `cispo` (2.1).
     return answer_logprob(trainer), 0.15
 
 
