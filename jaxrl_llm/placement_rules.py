@@ -125,22 +125,29 @@ def placement_conflicts(config: RunConfig) -> Iterator[Problem]:
             "and placement.generation samples them on other devices. Set it to True, or leave placement.generation "
             "out.",
         )
-    for role in placement.blocks():
+    for role in training_blocks(config):
         yield from _training_conflicts(config, role)
+
+
+def training_blocks(config: RunConfig) -> dict[str, MeshConfig]:
+    """The blocks beside the policy's whose roles learn or read training rows, in `PlacementConfig.blocks`' form."""
+    roles = _algorithm(config.algorithm.name).roles(config.algorithm.options)
+    owners = {config.placement.owner(role.section) for role in roles}
+    return {role: mesh for role, mesh in config.placement.blocks().items() if role in owners}
 
 
 def _training_conflicts(config: RunConfig, role: str) -> Iterator[Problem]:
     """How `training` uses a block."""
     group, block = block_of(config, role)
     micro_batches = config.training.pipeline_micro_batches
-    if role != "generation" and block.pipeline > 1 and micro_batches % block.pipeline:
+    if block.pipeline > 1 and micro_batches % block.pipeline:
         yield (
             "error",
             f"training.pipeline_micro_batches = {micro_batches} is not a multiple of {group}.pipeline = "
             f"{block.pipeline}. Set it to a multiple, or to 0 for four for each stage.",
         )
     row_tokens = config.training.row_tokens or default_row_tokens(config)
-    if role != "generation" and config.training.sequence_parallel and row_tokens % block.tensor:
+    if config.training.sequence_parallel and row_tokens % block.tensor:
         yield (
             "error",
             f"training.row_tokens = {row_tokens} can't be split over {group}.tensor = {block.tensor}, as "

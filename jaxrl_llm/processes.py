@@ -105,11 +105,6 @@ def together(work: Callable[[], T]) -> T:
     return value
 
 
-def any_of(flag: bool) -> bool:
-    """Whether the flag is set on any process."""
-    return any(exchange(lambda: flag))
-
-
 def from_first(value: T) -> T:
     """Process 0's value, to all: for what is measured (seconds, bytes) and then decides something."""
     return exchange(lambda: value)[0]

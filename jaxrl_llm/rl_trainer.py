@@ -9,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
+from jaxrl_llm import processes
 from jaxrl_llm.conversation import Chat
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.loading import load_config
@@ -125,7 +126,11 @@ class RLTrainer:
             rewards=functions or None,
             tokenizer=None if tokenizer is None or isinstance(tokenizer, str) else tokenizer,
         )
-        self.trainer.restore()
+        try:
+            self.trainer.restore()
+        except BaseException:
+            self.trainer.close()  # a notebook goes on after the error, and the folder with it
+            raise
 
     def step(self, prompts: Sequence[Any], answers: Sequence[Any] | None = None) -> tuple[dict[str, float], Rollouts]:
         """Learns from `prompts`, once: generates and scores them first, where the algorithm does.
@@ -150,7 +155,8 @@ class RLTrainer:
         else:
             raise UserError(f"answers go with prompts, and {algorithm.name} learns from rows: leave answers out.")
         metrics, rollouts = self.trainer.step(examples)
-        self.trainer.log.write(self.trainer.step_index, metrics, rollouts)
+        with processes.agreement():
+            self.trainer.log.write(self.trainer.step_index, metrics, rollouts)
         return metrics, rollouts
 
     def generate(self, prompts: Sequence[Any]) -> list[list[str]]:

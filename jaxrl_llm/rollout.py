@@ -256,10 +256,11 @@ class Rollout:
     def _score(self, owners: Sequence[Example], texts: Sequence[str]) -> RewardResult:
         """What the reward functions and the reward model say; a run without either has no scores (NaN)."""
         result = RewardResult(np.full(len(texts), np.nan, np.float32), {}, 0, [])
-        if self._interrupted.is_set():
+        runner = self.reward_runner if self.config.rewards else None
+        if self._interrupted.is_set():  # asked after the runner is there: `interrupt` tells one that it finds
             raise Interrupted
-        if self.config.rewards:
-            result = self.reward_runner.score(
+        if runner is not None:
+            result = runner.score(
                 [owner.prompt for owner in owners],
                 texts,
                 [owner.answer for owner in owners],
@@ -305,7 +306,8 @@ class Rollout:
             raise Interrupted
 
     def close(self) -> None:
-        """Ends the reward workers if there are any; the next use starts them again."""
+        """Ends the reward workers if there are any, and lets go of what `complete` kept; the next use starts again."""
+        self.forget()
         self._interrupted.clear()
         runner = self.__dict__.pop("reward_runner", None)
         if runner is not None:

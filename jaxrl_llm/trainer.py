@@ -211,19 +211,14 @@ class Trainer:
             raise UserError(
                 "data.train is empty: training needs a file of prompts (.jsonl, .parquet) or builtin:NAME/SPLIT."
             )
-        if self.restore() and self.step_index >= self.total_steps:
-            length = "num_steps" if self.config.num_steps else "data.num_epochs"
-            raise UserError(
-                f"{length}={self.config.num_steps or self.config.data.num_epochs}: the run in this --workdir has done "
-                f"all its {self.step_index} steps already, so there is nothing to train. Raise {length} to go on, or "
-                "choose another --workdir to start again."
-            )
         metrics: dict[str, float] = {}
         with (
             self._sigterm(then_ends),  # outermost: closing waits for the last save
             contextlib.closing(self),
-            self.log.progress(self.total_steps, self.step_index),
+            contextlib.ExitStack() as shown,
         ):
+            self._go_on()
+            shown.enter_context(self.log.progress(self.total_steps, self.step_index))
             if self.step_index == 0 and self.config.eval.before:
                 self._evaluate(metrics)
                 with processes.agreement():
@@ -245,6 +240,20 @@ class Trainer:
                     raise Preempted(f"Saved after step {self.step_index} of {self.total_steps}.")
         self.log.summary(self.total_steps)
         return metrics
+
+    def _go_on(self) -> None:
+        """Restores the newest checkpoint, if there is one.
+
+        Raises:
+          UserError: all steps are done.
+        """
+        if self.restore() and self.step_index >= self.total_steps:
+            length = "num_steps" if self.config.num_steps else "data.num_epochs"
+            raise UserError(
+                f"{length}={self.config.num_steps or self.config.data.num_epochs}: the run in this --workdir has done "
+                f"all its {self.step_index} steps already, so there is nothing to train. Raise {length} to go on, or "
+                "choose another --workdir to start again."
+            )
 
     def _write_and_ask(self, metrics: dict[str, float], rollouts: Rollouts) -> bool:
         """Writes the step's lines; whether any process was asked to end."""
@@ -580,6 +589,7 @@ class Trainer:
         newest = None if self.checkpoints is None else self.checkpoints.newest()
         if self.checkpoints is None or newest is None:
             return False
+        self.rollout.forget()
         step = self.checkpoints.complete(newest if step is None else step)
         if self.read_only:
             for name in self.roles:

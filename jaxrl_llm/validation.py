@@ -19,7 +19,14 @@ from jaxrl_llm.config import (
 )
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import nearest
-from jaxrl_llm.placement_rules import block_of, generation_tensor, placement_conflicts, policy_copies, policy_shaped
+from jaxrl_llm.placement_rules import (
+    block_of,
+    generation_tensor,
+    placement_conflicts,
+    policy_copies,
+    policy_shaped,
+    training_blocks,
+)
 from jaxrl_llm.staleness_rules import staleness_conflicts
 
 Problem = tuple[str, str]
@@ -206,7 +213,7 @@ def _length_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
 def mesh_conflicts(config: RunConfig) -> Iterator[Problem]:
     """How training uses the mesh; sizes that are still -1 are left out."""
     training, stages, tensor = config.training, config.mesh.pipeline, config.mesh.tensor
-    blocks = config.placement.blocks().values()
+    blocks = training_blocks(config).values()
     if (
         stages == 1
         and all(block.pipeline == 1 for block in blocks)

@@ -125,6 +125,25 @@ def test_grpo_on_three_blocks_of_other_shapes_is_grpo_on_one(rows_file, tmp_path
             4,
             ["training.row_tokens = 16", "placement.critic.tensor = 3", "Set it to 18"],
         ),
+        (
+            {
+                "placement__generation__pipeline": 2,
+                "placement__critic__beside": "generation",
+                "training__pipeline_micro_batches": 3,
+            },
+            3,
+            ["pipeline_micro_batches = 3", "placement.generation.pipeline = 2"],
+        ),
+        (  # a block that no training row goes through
+            {"placement__generation__pipeline": 2, "training__pipeline_repeats": 2},
+            3,
+            ["training.pipeline_repeats = 2", "there is no pipeline"],
+        ),
+        (
+            {"placement__generation__tensor": 2, "training__sequence_parallel": True},
+            3,
+            ["training.sequence_parallel = True", "mesh.tensor = 1"],
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_a_device_is_used(tmp_path, options, devices, words):

@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import re
+import shutil
 import textwrap
 
 import jax
@@ -47,6 +48,28 @@ def test_step_takes_any_number_of_prompts_and_a_local_function():
             trainer.step(["1+" * 40])
         with pytest.raises(UserError, match="answers"):
             trainer.step(["1+2="], answers=["3", "4"])
+
+
+def test_a_damaged_checkpoint_leaves_the_folder_free(tmp_path):
+    """A notebook holds the error, and the frames in it. Caught: a trainer that is not closed (the second one is told
+    that another process uses the folder)."""
+    options = {**OPTIONS, "rollout.samples_per_prompt": 2}
+
+    def trainer():
+        return jaxrl_llm.RLTrainer(
+            "builtin:tiny_addition", reward="exact_match", workdir=tmp_path, rollout_len=4, options=options
+        )
+
+    with trainer() as first:
+        first.save()
+    for file in (tmp_path / "checkpoints").rglob("*"):
+        if file.is_file() and file.stat().st_size > 1000:
+            file.write_bytes(b"damaged")
+    with pytest.raises(UserError) as held:
+        trainer()
+    shutil.rmtree(tmp_path / "checkpoints")
+    trainer().close()
+    del held
 
 
 def test_wrong_options_are_refused_before_anything_runs():

@@ -14,7 +14,8 @@ with N new tokens; the group shares its prompt, in prefill as in the update, and
 again. Bytes that memory must move: a decode step reads W + O weights and ``2 L K h`` numbers for each row and token of
 context; AdamW reads parameters, both moments and the gradient and writes the first three, all in float32. Norms, the
 sampler, softmax, the host and the change of layout are left out, and prefill and update are taken to be bound by
-products alone, so nothing can be faster by these rates, and no program is as fast.
+products alone, so no program that reads each row's own context is faster by these rates. (One that reads what a group's
+prompt holds once for all its rows may be.)
 """
 
 from __future__ import annotations

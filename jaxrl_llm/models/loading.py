@@ -121,15 +121,11 @@ def load_parameters(
       mesh, layout, dtype: as in :func:`load_model`.
 
     Raises:
-      UserError: tensors that are missing, left over or of another shape, or layers that the mesh can't split evenly.
+      UserError: tensors that are missing, left over or of another shape, or sizes that the mesh can't split evenly.
     """
     config = decoder.config
-    stages = 1 if mesh is None or layout is None else mesh.shape.get(layout.rules.get("layers"), 1)
-    if config.num_layers % stages:
-        raise UserError(
-            f"{local} has {config.num_layers} layers, and mesh.pipeline = {stages} does not divide them: every stage "
-            "needs as many. Choose another mesh or model."
-        )
+    if mesh is not None and layout is not None:
+        _check_split(local, config, mesh, layout)
     tensors: Tensors = GgufTensors(local) if local.suffix == ".gguf" else SafetensorsFolder(local)
     all_sizes = {**sizes_of(config), **(sizes or {})}
     _check(tensors, rules, config, all_sizes, unread)
@@ -161,6 +157,25 @@ def init_model(
     decoder = Decoder(config)
     shardings = None if mesh is None else _shardings(decoder.logical_axes(), mesh, layout)
     return decoder, jax.jit(decoder.init, out_shardings=shardings)(key)
+
+
+def _check_split(local: Path, config: ModelConfig, mesh: Mesh, layout: Layout) -> None:
+    """A model may have another shape than the policy, and a role a mesh of its own."""
+    sizes = {
+        "layers": (config.num_layers, "layers"),
+        "heads": (config.num_heads, "attention heads"),
+        "kv_heads": (config.num_kv_heads, "key/value heads"),
+        "mlp": (config.intermediate_size, "columns in the MLP"),
+        "embed": (config.hidden_size, "columns in the hidden state"),
+        "vocab": (config.padded_vocab_size, "rows of the vocabulary"),
+    }
+    for axis, (size, name) in sizes.items():
+        if size % (parts := layout.shards(mesh, axis)):
+            raise UserError(
+                f"{local} has {size} {name}, and the mesh of this role splits them over {parts} devices, which does "
+                f"not divide them. Its mesh is {', '.join(f'{axis} {size}' for axis, size in mesh.shape.items())}: "
+                "choose another (mesh.…, or placement.….… of a role on devices of its own), or another model."
+            )
 
 
 def _shardings(axes: Params, mesh: Mesh | None, layout: Layout | None) -> Any:

@@ -90,7 +90,7 @@ def main() -> None:
     parts = processes.exchange(lambda: list(processes.share(5)))
     assert parts == [[0, 1], [2, 3, 4]]
     assert processes.exchange(lambda: "x" * (5000 * me + 1)) == ["x", "x" * 5001]
-    assert processes.from_first(me) == 0 and processes.any_of(me == 1) and not processes.any_of(False)
+    assert processes.from_first(me) == 0 and any(processes.exchange(lambda: me == 1))
 
     expected = ("UserError", "no such file") if me == 1 else ("UserError", "Process 1: no such file")
     assert raised(lambda: fail(UserError("no such file"), where=1)) == expected
@@ -135,7 +135,7 @@ def main() -> None:
     if me == 1:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()  # while it waits for the other one
         leave(3)  # an error of this one alone
-    processes.any_of(False)  # never answered
+    processes.exchange(lambda: False)  # never answered
 
 
 if __name__ == "__main__":

@@ -63,6 +63,19 @@ def test_a_sharded_load_equals_a_plain_one_and_reads_only_slices(folder, monkeyp
         assert leaf.sharding == sharding
 
 
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [((1, 1, 1, 4), ["2 key/value heads", "over 4 devices"]), ((1, 4, 1, 1), ["2 layers", "over 4 devices"])],
+)
+def test_a_mesh_that_can_not_split_a_model_is_refused(folder, shape, words):
+    """Of another shape than the policy it is only known here. Caught: no look at sizes (jax's own error)."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(shape), ("data", "pipeline", "fsdp", "tensor"))
+    with pytest.raises(UserError) as caught:
+        load_model(folder, mesh=mesh, layout=TRAINING, vocab_multiple=8)
+    for word in words:
+        assert word in str(caught.value)
+
+
 def test_dtype_of_the_parameters_is_the_one_asked_for(folder):
     _, params = load_model(folder, dtype=jnp.bfloat16)
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
