@@ -434,7 +434,11 @@ class ProcessesConfig:
 
 @dataclasses.dataclass(frozen=True)
 class HybridEngineConfig:
-    """How parameters move between the training and the generation layout."""
+    """How parameters move between the training and the generation layout, and what rests in the host's memory.
+
+    In an update the layers of `offload_actor_layers` are whole on the devices. Streaming them there was not built: the
+    compile-only GPU devices of jax 0.10.2 list no memory kinds, so nothing about it could be shown.
+    """
 
     bucket_bytes: int = option(256 * 2**20, "Bytes moved at once: bounds the extra memory.", low=1, unit="bytes")
     offload_optimizer: bool = option(

@@ -98,6 +98,7 @@ def config_of(rows, num_steps, **options):
     values["num_steps"] = num_steps
     values["training"]["mini_batch_size"] = 2
     values["optimizer"]["warmup_steps"] = 1
+    values["reward_runner"]["num_workers"] = 1
     values["eval"]["before"] = values["eval"]["after"] = False
     values["hybrid_engine"].update(options)
     return configs.resolve(values)
@@ -115,7 +116,10 @@ def test_an_offloaded_run_is_saved_and_goes_on_without(rows_file, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(second.roles), jax.device_get(whole.roles))
 
 
-def test_a_backend_without_such_memory_is_refused(states, monkeypatch):
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_backend_without_such_memory_is_refused(states, monkeypatch, option):
+    """With the option, the memory, the backend, what it has, and what to do."""
     monkeypatch.setattr(residence, "HOST", "moon")
-    with pytest.raises(UserError, match=r"offload_critic keeps .* kind 'moon'.*theirs: .*pinned_host"):
-        Residence(HybridEngineConfig(offload_critic=True), ROLES, states[0])
+    said = rf"hybrid_engine\.{option} keeps .* kind 'moon'.*backend 'cpu'.*theirs: .*pinned_host.* Switch it off"
+    with pytest.raises(UserError, match=said):
+        Residence(HybridEngineConfig(**{option: OPTIONS[option]}), ROLES, states[0])

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
+import types
 
 import numpy as np
 
@@ -77,6 +78,23 @@ def which_checkpoints(me: int) -> None:
         assert name == "UserError" and "can't be made (Not a directory)" in text
 
 
+def which_reward_model(me: int) -> None:
+    """One process alone can't load it: an error on all, not a wait for it in the first rollout."""
+    from jaxrl_llm import rollout
+    from jaxrl_llm.config import RewardModelConfig
+
+    def load(*_, **__):
+        if me == 1:
+            raise UserError("no such model")
+
+    rollout.ModelScorer = load
+    settings = types.SimpleNamespace(reward_model=RewardModelConfig())
+    groups = types.SimpleNamespace(mesh=lambda name: None)
+    run = types.SimpleNamespace(config=settings, dtype=None, groups=groups)
+    expected = ("UserError", "no such model") if me == 1 else ("UserError", "Process 1: no such model")
+    assert raised(lambda: rollout.Rollout.reward_model.func(run)) == expected
+
+
 def main() -> None:
     join(find(os.environ), heartbeat_s=10, join_timeout_s=60)
     import jax
@@ -131,6 +149,8 @@ def main() -> None:
             assert "failed (2 calls" in str(error)
         else:
             raise AssertionError("nothing could be scored, and the run goes on")
+
+    which_reward_model(me)
 
     if me == 1:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()  # while it waits for the other one
