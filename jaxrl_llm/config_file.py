@@ -151,7 +151,7 @@ def _parse(annotation: Any, text: str, path: str) -> Any:
             raise UserError(f"{PREFIX}{path}={text}: expected {kind}.") from None
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):  # what `literal_eval` is said to raise
         if annotation is Any:
             return text  # an option of a reward, most likely a string
         example = '\'("a", "b")\'' if typing.get_origin(annotation) is tuple else "'{\"key\": 1}'"

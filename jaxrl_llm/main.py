@@ -81,6 +81,9 @@ def _run_and_explain(arguments: Sequence[str] | None, own_process: bool) -> int:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
         print("interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read the output has seen enough, such as `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception:
         from jaxrl_llm import processes
 
@@ -193,12 +196,15 @@ def typed_turns() -> Iterator[str]:
     """The lines of standard input until it ends, empty ones left out; a person is shown where to type.
 
     Raises:
-      UserError: a line is longer than `LINE_CHARACTERS`.
+      UserError: a line is longer than `LINE_CHARACTERS` or is no text.
     """
-    while True:
+    while sys.stdin is not None:
         if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline(LINE_CHARACTERS + 1)
+        try:
+            line = sys.stdin.readline(LINE_CHARACTERS + 1)
+        except UnicodeDecodeError as error:
+            raise UserError(f"A turn is not {error.encoding} text ({error.reason}). Type or send it so.") from error
         if len(line) > LINE_CHARACTERS:
             raise UserError(f"A turn is a line of at most {LINE_CHARACTERS:,} characters; this one goes on.")
         if line.strip():
@@ -326,7 +332,8 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     prompts = list(options.prompt)
     if options.prompts_file:
         if not options.prompts_file.is_file():
-            raise UserError(f"--prompts_file={options.prompts_file}: there is no such file.")
+            found = "this is no file" if options.prompts_file.exists() else "there is no such file"
+            raise UserError(f"--prompts_file={options.prompts_file}: {found}. Give one with a prompt in each line.")
         try:
             text = options.prompts_file.read_bytes().decode("utf-8-sig")
         except UnicodeDecodeError as error:

@@ -100,11 +100,11 @@ def _model_conflicts(config: RunConfig) -> Iterator[Problem]:
 def _batch_conflicts(config: RunConfig) -> Iterator[Problem]:
     batch, mini = config.train_batch_size, config.training.mini_batch_size
     if mini and batch % mini:
-        divisors = [d for d in range(1, batch + 1) if batch % d == 0]
+        low = [d for d in range(1, math.isqrt(batch) + 1) if batch % d == 0]
+        divisors = sorted({*low, *(batch // d for d in low)})
         yield (
             "error",
-            f"training.mini_batch_size = {mini} does not divide train_batch_size = {batch}, so updates would "
-            "differ "
+            f"training.mini_batch_size = {mini} does not divide train_batch_size = {batch}, so updates would differ "
             f"in size. Allowed: {', '.join(map(str, divisors))}.",
         )
     if bool(config.num_steps) == bool(config.data.num_epochs):
@@ -195,10 +195,11 @@ def _length_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
             f"training.row_tokens = {row_tokens} can't hold the longest sequence: {sum_text}. Raise it, or 0 for that.",
         )
     if training and micro_batch_tokens < row_tokens:
+        given = f"training.row_tokens = {row_tokens}" if config.training.row_tokens else f"{row_tokens} ({sum_text})"
         yield (
             "error",
-            f"training.micro_batch_tokens = {micro_batch_tokens} is less than one row of {row_tokens} "
-            f"tokens ({sum_text}). Raise it, or shorten prompts or responses.",
+            f"training.micro_batch_tokens = {micro_batch_tokens} is less than one row: {given}. Raise it, or shorten "
+            "rows, prompts or responses.",
         )
     pages = math.ceil(longest / rollout.page_size) + 1  # as the decoder's engine counts: a page is kept to copy into
     if rollout.num_pages and rollout.num_pages < pages:

@@ -66,6 +66,8 @@ class Workdir:
         Raises:
           UserError: the folder belongs to a different run, is in use, or holds files of something else.
         """
+        if path == "":
+            raise UserError("workdir is empty: name a folder for the run, or give None to keep nothing.")
         self.path = pathlib.Path(path)
         if self.path.exists() and not self.path.is_dir():
             raise UserError(f"--workdir={self.path} is a file; it must be a folder. Choose another --workdir.")

@@ -240,7 +240,12 @@ def test_the_cache_of_a_conversation_is_for_one_sequence(monkeypatch, tmp_path, 
     assert capsys.readouterr().out == "AB\nC\nclosed\n"
 
 
-def test_a_line_without_end_is_refused(monkeypatch):
+def test_a_line_without_end_or_text_is_refused(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("a" * (main.LINE_CHARACTERS + 1)))
     with pytest.raises(UserError, match="at most 100,000"):
         list(main.typed_turns())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\n"), encoding="utf-8"))
+    with pytest.raises(UserError, match="not utf-8 text"):
+        list(main.typed_turns())
+    monkeypatch.setattr("sys.stdin", None)  # closed by the shell
+    assert list(main.typed_turns()) == []

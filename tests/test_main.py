@@ -143,6 +143,7 @@ def test_stream_prints_the_text_as_it_grows(file: str, capsys):
         (["eval", "--config.algorithm.name=sft", "--config.rewards={}"], "rewards is empty"),
         (["generate"], "generate needs a prompt"),
         (["generate", "--prompts_file", "nowhere.txt"], "no such file"),
+        (["generate", "--prompts_file", "/"], "this is no file"),
         (["generate", "--prompt", "a", "--config.algorithm.name=reward_model"], "scores texts and writes none"),
         (["generate", "--stream", "--prompt", "a", "--prompt", "b"], "this makes 2 x"),
         (["--chat"], "--chat is for generate alone"),

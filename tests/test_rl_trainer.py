@@ -154,7 +154,7 @@ GENERAL = [
     ("1+2=", None, "The examples are '1\\+2='; give a list of rows"),
     ([], None, r"The examples are \[\]; give a list of rows"),
     ([{"prompt": "1+" * 20, "chosen": "3", "rejected": "4", "completion": "3", "label": True}], None,
-     r"Example 0 is longer than data\.max_prompt_tokens = 24 \(or the completion than 8 tokens\)"),
+     r"Example 0 is longer than data\.max_prompt_tokens = 24 \(or the completion than rollout\.max_new_tokens = 8\)"),
 ]  # fmt: skip
 WRONG_ROWS = {
     "sft": [*GENERAL, ([PAIR], None, r"has the columns prompt, chosen, rejected; .* prompt and completion")],

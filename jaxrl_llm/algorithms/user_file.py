@@ -61,7 +61,7 @@ def _load(path: pathlib.Path, attribute: str, name: str, _changed_ns: int) -> Al
     sys.modules[specification.name] = module  # dataclasses look their module up
     try:
         specification.loader.exec_module(module)
-    except Exception as error:  # whatever a user's file raises is told with its name
+    except (Exception, SystemExit) as error:  # whatever a user's file raises is told with its name
         raise UserError(f"algorithm.name = {name!r}: {path} fails: {type(error).__name__}: {error}.") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, Algorithm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
@@ -179,7 +179,8 @@ def _numbers(row: Mapping[str, Any], where: str) -> dict[str, float]:
         value = row.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        # The bound refuses NaN too, and whole numbers that no float holds.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             raise UserError(f"{where}: the column {name!r} is {value!r}; a finite number is needed.")
         found[name] = float(value)
     return found
@@ -212,7 +213,11 @@ def check_prompt(value: Any, where: str) -> str | Messages:
     """
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, list) and value and all(isinstance(turn, Mapping) and "role" in turn for turn in value):
+    if (
+        isinstance(value, list)
+        and value
+        and all(isinstance(turn, Mapping) and isinstance(turn.get("role"), str) for turn in value)
+    ):
         # Parquet fills absent fields of a struct with None; templates ask whether a key is there.
         return [{k: v for k, v in turn.items() if v is not None} for turn in value]
     shown = repr(value)

@@ -58,7 +58,7 @@ class LengthLimit:
         """What a row beyond the limits is, for messages."""
         text = f"longer than data.max_prompt_tokens = {self.max_prompt_tokens}"
         if self.max_response_tokens is not None:
-            text += f" (or the completion than {self.max_response_tokens} tokens)"
+            text += f" (or the completion than rollout.max_new_tokens = {self.max_response_tokens})"
         return text
 
     def exceeded_by(self, example: Example) -> bool:
@@ -119,8 +119,8 @@ def load_examples(
     _report(path, limit, overlong, num_rows)
     if not kept:
         raise UserError(
-            f"All {num_rows} rows of {path} are longer than data.max_prompt_tokens = {max_prompt_tokens}, and "
-            "data.overlong_prompts = 'filter' leaves none. Raise the limit or choose 'truncate_left'."
+            f"All {num_rows} rows of {path} are {limit.told}, and data.overlong_prompts = 'filter' leaves none. Raise "
+            "the limit or choose 'truncate_left'."
         )
     truncated = len(overlong) if limit.truncates else 0
     counts = {"rows": num_rows, "kept": len(kept), "filtered": num_rows - len(kept), "truncated": truncated}

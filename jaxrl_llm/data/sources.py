@@ -117,6 +117,10 @@ def _parquet(file: Path) -> Iterator[Row]:
                 yield from batch.to_pylist()
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # a damaged page is an OSError
         raise UserError(f"{file} can't be read as parquet: {error}. Write or fetch it again.") from error
+    except (ValueError, OverflowError) as error:  # times between microseconds, or beyond what Python's dates hold
+        raise UserError(
+            f"{file} has a column whose values have no Python form: {error}. Leave it out, or write it as text."
+        ) from error
 
 
 def _hugging_face(name: str, config: str | None, split: str) -> Iterator[Row]:

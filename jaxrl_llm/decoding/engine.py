@@ -201,7 +201,7 @@ class Engine:
             Programs(
                 decoder,
                 num_tokens=self.intake.num_tokens,
-                tokens_per_dispatch=rollout.tokens_per_dispatch,
+                tokens_per_dispatch=min(rollout.tokens_per_dispatch, self.context),  # no sequence has more
                 attention=self.attention,
                 replica_axes=tuple(axis for axis in REPLICA_AXES if mesh.shape[axis] > 1),
             )
@@ -366,7 +366,7 @@ class Engine:
             allocators,
             num_slots=self.rollout.num_slots,
             page_size=self.rollout.page_size,
-            tokens_per_dispatch=self.rollout.tokens_per_dispatch,
+            tokens_per_dispatch=min(self.rollout.tokens_per_dispatch, self.context),
             prefill_tokens=self.rollout.prefill_tokens,
         )
         for group in samples:

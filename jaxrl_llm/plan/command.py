@@ -79,7 +79,10 @@ def plan(
     show(console, setup, planned, estimated)
     found = {**as_json(setup, planned, estimated), **found}
     if json_path is not None:
-        json_path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        try:
+            json_path.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--json={json_path}: the plan can't be written there ({error.strerror}).") from error
     return found
 
 

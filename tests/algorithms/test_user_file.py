@@ -148,6 +148,7 @@ WRONG = {
     "no Algorithm": (START + "mine = losses", r"has a function there; expected an Algorithm"),
     "an import that fails": ("import nowhere_to_be_found", r"fails: ModuleNotFoundError: .*nowhere_to_be_found"),
     "a mistake in the file": ("def mine(:", r"fails: SyntaxError"),
+    "a file that ends the program": ("import sys; sys.exit(0)", r"fails: SystemExit"),
 }
 
 

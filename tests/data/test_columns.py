@@ -57,6 +57,7 @@ def test_named_columns():
         ({"prompt": "a"}, {"answer_column": "label"}, "data.answer_column = 'label'"),
         ({"prompt": ""}, {}, "non-empty"),
         ({"prompt": ["a"]}, {}, "list of messages"),
+        ({"prompt": [{"role": None, "content": "a"}]}, {}, "list of messages"),
         ({"prompt": "a", "completion": 3}, {}, "completion is a int"),
         ({"messages": [ASSISTANT]}, {}, "no turn before"),
     ],

@@ -130,6 +130,7 @@ def test_reference_numbers_stay_with_the_pair():
         ({**TEXTS, "rejected": 3}, "row 3: the rejected completion is a int"),
         ({**CHATS, "chosen": [assistant("b"), user("c"), assistant("d")]}, "the chosen completion is a list"),
         ({**TEXTS, "margin": "much"}, "the column 'margin' is 'much'; a finite number"),
+        ({**TEXTS, "margin": 10**400}, "a finite number"),
         ({**TEXTS, "ref_chosen_logps": float("nan")}, "the column 'ref_chosen_logps' is nan"),
     ],
 )

@@ -126,3 +126,13 @@ def test_missing_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
     with pytest.raises(UserError, match=r"jaxrl-llm\[datasets\]"):
         read_rows("openai/gsm8k:main@test")
+
+
+def test_times_that_python_can_not_hold_are_refused_by_name(tmp_path: Path):
+    """Caught: the reader's own ValueError and OverflowError."""
+    for number, kind in ((1, "ns"), (2**60, "us")):
+        file = tmp_path / f"{kind}.parquet"
+        column = pyarrow.array([number], pyarrow.timestamp(kind))
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "when": column}), file)
+        with pytest.raises(UserError, match="whose values have no Python form"):
+            read_rows(file)
