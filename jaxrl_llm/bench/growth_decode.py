@@ -33,6 +33,10 @@ class WatchedEngine(Engine):
     allocators: list[PageAllocator]
     watch: Callable[[list[Sample]], None] | None = None
 
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.queue_while_waiting = False  # so that nothing is queued where it waits for prefill
+
     @property
     def decode_s(self) -> float:
         """Of the last call."""
@@ -44,7 +48,7 @@ class WatchedEngine(Engine):
         return self.allocators
 
     def _prefill(self, gen_params: Params, plan: Plan) -> None:
-        start = time.perf_counter()  # nothing else is queued: a dispatch is planned ahead only where none prefills
+        start = time.perf_counter()
         super()._prefill(gen_params, plan)
         jax.block_until_ready(self._pools)
         self.prefill_s += time.perf_counter() - start

@@ -4,8 +4,8 @@ Each replica (an index of the mesh's data, pipeline and fsdp axes) has its own s
 The programs run under ``jax.shard_map`` over those axes, so page ids are local to a replica and no collective
 touches the cache; the tensor axis is left to XLA. One round of the loop in :meth:`Engine.generate`:
 schedule -> prefill -> copy pages -> decode -> receive, with one transfer to the device per program and one back.
-Where a round would only go on with the samples that run, its decode is queued before the tokens of the last one are
-read: it starts where that one ends, which the device knows, and is read while the next one runs.
+A round is queued before the tokens of the last one are read (`Scheduler.plan_ahead` says where it can be): its samples
+start where that one ends, which the device knows, and it is read while the next one runs.
 
 Prefill caches all but the last token of a prompt; that one is the first input of decode, so every sampled token
 comes from the same program and prefill makes no logits.
@@ -152,6 +152,9 @@ class Engine:
 
     Attributes:
       attention: how decode reads the cache, ``rollout.attention`` with ``auto`` decided.
+      queue_while_waiting: whether a dispatch is queued before the last one is read also while samples wait for a slot
+        (`Scheduler.plan_ahead`): everywhere but on CPUs. There the host takes 0.3 % of the time (SmolLM2), and slots
+        that are filled late cost 1 to 18 % more steps where ids or strings end samples.
 
     Args:
       tokenizer: a Hugging Face tokenizer. Without one, completions have no text, stop strings are refused and
@@ -183,6 +186,7 @@ class Engine:
         self.intake = Intake(decoder.config, tokenizer, context)
         self.context = self.intake.context
         self.attention = _attention_of(rollout, mesh, decoder, dtype)
+        self.queue_while_waiting = mesh.devices.flat[0].platform != "cpu"
         self.stats = EngineStats()
         self._clock = HostClock(self._idle)  # of the call that runs
         self._received_s = 0.0  # when the last dispatch was, by `time.perf_counter`
@@ -368,6 +372,7 @@ class Engine:
             page_size=self.rollout.page_size,
             tokens_per_dispatch=min(self.rollout.tokens_per_dispatch, self.context),
             prefill_tokens=self.rollout.prefill_tokens,
+            queue_while_waiting=self.queue_while_waiting,
         )
         for group in samples:
             if group:
@@ -379,7 +384,7 @@ class Engine:
         while scheduler.num_unfinished:
             dispatch = ahead or self._round(gen_params, scheduler.schedule())
             following = scheduler.plan_ahead()
-            ahead = None if following is None else self._decode(gen_params, following, dispatch)
+            ahead = None if following is None else self._round(gen_params, following, dispatch)
             received = self._receive(gen_params, dispatch)
             if on_text is not None:
                 for sample in received:
@@ -400,13 +405,13 @@ class Engine:
         stats.seconds = time.perf_counter() - start
         return completions
 
-    def _round(self, gen_params: Params, plan: Plan) -> Dispatch:
+    def _round(self, gen_params: Params, plan: Plan, before: Dispatch | None = None) -> Dispatch:
         for sample in itertools.chain(*plan.running):
             sample.started_s = time.perf_counter() if sample.started_s < 0 else sample.started_s
         self._prefill(gen_params, plan)
         self._copy_pages(plan)
         alone = not any(plan.prefills) and not any(plan.copies)
-        return dataclasses.replace(self._decode(gen_params, plan.running), alone=alone)
+        return dataclasses.replace(self._decode(gen_params, plan.running, before), alone=alone)
 
     def _show(self, sample: Sample, stream: TextStream, on_text: OnText) -> None:
         done = sample.finish_reason

@@ -60,8 +60,8 @@ def pack_decode(
     """``int32 [num_rows, width]``: a row per sample; None and the rows behind the last are idle (greedy, so that they
     ask for nothing).
 
-    ``before``: the rows of the dispatch before, not read yet: each sample goes on where its row there will end, which
-    only the device knows. Without, samples go on from where they are here.
+    ``before``: the rows of the dispatch before, not read yet: a sample that is among them goes on where its row there
+    will end, which only the device knows. All others go on from where they are here.
     """
     source = {} if before is None else {sample: row for row, sample in enumerate(before, start=1)}
     packed = np.zeros((num_rows, decode_width(num_columns)), np.int32)
@@ -73,7 +73,7 @@ def pack_decode(
         options = sample.sampling
         counts = [sample.last_token, sample.position, len(sample.tokens), sample.max_tokens, options.min_tokens]
         floats = np.array([options.temperature, options.top_p, options.min_p], np.float32)
-        row[:8] = [1, *counts, options.top_k, 0 if before is None else source[sample]]
+        row[:8] = [1, *counts, options.top_k, source.get(sample, 0)]
         row[8:11] = floats.view(np.int32)
         row[11:13] = np.asarray(sample.seed, np.uint32).view(np.int32)
         row[len(_COLUMNS) : len(_COLUMNS) + len(sample.stop_ids)] = sample.stop_ids

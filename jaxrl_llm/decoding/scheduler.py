@@ -85,6 +85,7 @@ class Scheduler:
     Args:
       allocators: of each replica's pages, all free; names that they hold are trusted. Each must have pages for one
         sample at full length and one more, or the largest sample could never run (the engine checks it).
+      queue_while_waiting: see `plan_ahead`.
     """
 
     def __init__(
@@ -95,12 +96,14 @@ class Scheduler:
         page_size: int,
         tokens_per_dispatch: int,
         prefill_tokens: int,
+        queue_while_waiting: bool = False,
     ):
         self.allocators = allocators
         self.num_slots = num_slots
         self.page_size = page_size
         self.tokens_per_dispatch = tokens_per_dispatch
         self.prefill_tokens = prefill_tokens
+        self.queue_while_waiting = queue_while_waiting
         self.running: list[list[Sample]] = [[] for _ in allocators]  # oldest first
         self.jobs: list[list[Job]] = [[] for _ in allocators]
         self.preempted: collections.deque[Sample] = collections.deque()
@@ -127,14 +130,17 @@ class Scheduler:
         """Plans the next round; at least one sample runs while any is unfinished."""
         replicas = range(len(self.allocators))
         plan = Plan([[] for _ in replicas], [[] for _ in replicas], running=[])
-        # Expected work is spread evenly: a replica takes more only while it has less than its share.
-        share = -(-sum(sample.remaining for sample in self._unfinished) // len(replicas))
+        share = self._share()
         for replica in replicas:
             self._schedule_replica(replica, share, plan)
         if not any(self.running) and self.num_unfinished:
             raise RuntimeError("the scheduler made no progress: the KV pool is too small for one sample")
         plan.running = [list(samples) for samples in self.running]
         return plan
+
+    def _share(self) -> int:
+        """Expected work is spread evenly: a replica takes more only while it has less than this."""
+        return -(-sum(sample.remaining for sample in self._unfinished) // len(self.allocators))
 
     def _schedule_replica(self, replica: int, share: int, plan: Plan) -> None:
         """Prompts are dropped only before the round's first piece is planned: what is planned is carried out."""
@@ -145,9 +151,12 @@ class Scheduler:
         budget = math.inf if idle else self.prefill_tokens
         for job in list(self.jobs[replica]):
             budget -= self._advance(replica, job, budget, plan)
-        if not undisturbed:
-            return  # pages ran out here: admitting now would only preempt again
-        while self._load(replica) < share and self._num_slots_taken(replica) < self.num_slots:
+        if undisturbed:  # else pages ran out here, and admitting now would only preempt again
+            self._admit_waiting(replica, share, budget, plan)
+
+    def _admit_waiting(self, replica: int, share: int, budget: float, plan: Plan, ending: int = 0) -> None:
+        """Samples into free slots; those of ``ending`` running samples are free too."""
+        while self._load(replica) < share and self._num_slots_taken(replica) - ending < self.num_slots:
             group = next((g for g in self.groups if replica in g.prompts and g.prompts[replica].ready), None)
             if group is not None and not self.preempted:
                 if not self._admit(replica, group, plan):
@@ -158,26 +167,43 @@ class Scheduler:
                 break
             budget -= self._advance(replica, job, budget, plan)
 
-    def plan_ahead(self) -> list[list[Sample]] | None:
-        """What decodes after the dispatch that is running and was not read yet, with its pages; None where that one
-        must be read first. The samples that it ends are among them: the device leaves those out.
+    def plan_ahead(self) -> Plan | None:
+        """What follows the dispatch that is running and was not read yet, with its pages; None where that one must be
+        read first. The samples that it ends are among them: the device leaves those out.
 
-        While samples wait, nothing is planned ahead: a slot that the running dispatch frees would stay empty for a
-        dispatch. So a round planned ahead has no prompts to fill and no pages to copy either.
+        While samples wait, that is done only with ``queue_while_waiting``: slots of samples that the running dispatch
+        ends at their limit are filled at once, a slot that becomes free by a stop id or string a dispatch later, since
+        nobody knows of it yet. No sample loses its pages in a round planned ahead.
         """
-        if self.groups or self.preempted or any(self.jobs):
+        waiting = bool(self.groups or self.preempted or any(self.jobs))
+        if waiting and not self.queue_while_waiting:
             return None
         running = [[one for one in samples if one.remaining > self.tokens_per_dispatch] for samples in self.running]
         needed = [
             [max(self._pages_needed(one, dispatches=2) - len(one.pages), 0) for one in samples] for samples in running
         ]
         enough = all(sum(more) <= pool.num_free for more, pool in zip(needed, self.allocators, strict=True))
-        if not enough or not any(running):
+        # A replica where nothing goes on is filled by `schedule`, without a bound on prompts and from the whole pool.
+        if not enough or not (all if waiting else any)(running):
             return None
         for samples, counts, allocator in zip(running, needed, self.allocators, strict=True):
             for sample, count in zip(samples, counts, strict=True):
                 sample.pages += allocator.allocate(count) or []
-        return running
+        plan = Plan([[] for _ in running], [[] for _ in running], running)
+        if waiting:
+            share = self._share()
+            for replica in range(len(running)):
+                self._fill_ahead(replica, share, plan)
+        return plan
+
+    def _fill_ahead(self, replica: int, share: int, plan: Plan) -> None:
+        """Adds prompts to fill and samples to begin to a round that goes on with ``plan.running``."""
+        known = set(self.running[replica])
+        budget: float = self.prefill_tokens
+        for job in list(self.jobs[replica]):
+            budget -= self._advance(replica, job, budget, plan)
+        self._admit_waiting(replica, share, budget, plan, ending=len(known) - len(plan.running[replica]))
+        plan.running[replica] += [sample for sample in self.running[replica] if sample not in known]
 
     def finish(self, replica: int) -> list[Sample]:
         """Removes and returns the replica's samples that have a ``finish_reason``, and frees their pages."""
