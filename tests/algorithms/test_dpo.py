@@ -117,7 +117,7 @@ def test_given_reference_logprobs_are_the_computed_ones(loss_type):
 def test_a_reference_logprob_that_is_none_is_refused(value):
     """Caught: True taken for 1; a text that NumPy would parse."""
     examples = make_preferences(ref_chosen_logps=[-1.0, value, -1.0], ref_rejected_logps=[-1.0] * 3)
-    with pytest.raises(UserError, match="row 1: ref_chosen_logps"):
+    with pytest.raises(UserError, match="Example 1: ref_chosen_logps"):
         prepared(examples, precompute_ref_log_probs=True)
 
 

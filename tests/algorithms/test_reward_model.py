@@ -61,7 +61,7 @@ def test_loss_gradient_and_metrics_equal_numpy(row_tokens, with_margin):
 
 @pytest.mark.parametrize("value", [None, "1", True], ids=str)
 def test_a_margin_that_is_no_number_is_refused(value):
-    with pytest.raises(UserError, match="row 1: margin is"):
+    with pytest.raises(UserError, match="Example 1: margin is"):
         prepared(make_preferences(margin=[1.0, value, 1.0]), margin_column="margin")
 
 

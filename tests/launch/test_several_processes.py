@@ -56,7 +56,7 @@ def get_config():
 """
 
 REWARD = """
-import os, pathlib, signal
+import os, pathlib, signal, time
 
 here, process = pathlib.Path("FOLDER"), os.environ.get("JAXRL_PROCESS", "alone")
 calls, trainer = 0, os.getppid()
@@ -76,6 +76,8 @@ def reward(prompt, completion, answer):
     if process == "1":
         if not (here / "killed").exists():
             if calls > 12 and once("killed"):  # in the second step: 12 samples each
+                while not (here / "several" / "checkpoints" / "1").is_dir():  # of the first, written in the background
+                    time.sleep(0.05)
                 os.kill(trainer, signal.SIGKILL)
                 os._exit(1)
         elif once("asked"):
