@@ -7,7 +7,7 @@ it is almost always wrong at first. So the share of right digits is rewarded too
 both. A step has 512 prompts with an answer each; values come from the agents' own trunks, which halves the time of
 updates. An answer that is cut is finished: its score says all, and a value added to it would reward the agent for never
 ending.
-Greedy accuracy of the last answer on the 505 held-out sums, one run: 0.026 → 0.857 in 100 steps and 272 s.
+Greedy accuracy of the last answer on the 505 held-out sums, one run: 0.026 → 0.857 in 100 steps and 146 s.
 """
 
 import pathlib
