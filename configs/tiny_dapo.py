@@ -5,7 +5,7 @@
 The task and its evaluation are those of `configs/tiny_grpo.py`. A step draws batches of 64 prompts until 64 have
 answers that differ: two batches at first, four in the end. A longer run needs ever more and ends with a message once
 ten are not enough (`algorithm.max_num_gen_batches`): hence 40 steps.
-Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.960 in 40 steps and 42 s.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.966 in 40 steps and 23 s.
 """
 
 import tiny_grpo

@@ -4,7 +4,7 @@
 
 The task and its evaluation are those of `configs/tiny_grpo.py`. Beside the exact answer, which a group may never hit,
 the share of right digits is rewarded, by a function in this file.
-Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.958 in 60 steps and 78 s.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.950 in 60 steps and 21 s.
 """
 
 import tiny_grpo

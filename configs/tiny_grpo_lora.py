@@ -3,7 +3,7 @@
     python -m jaxrl_llm.main --config configs/tiny_grpo_lora.py
 
 The task and its evaluation are those of `configs/tiny_grpo.py`; ten times its learning rate, as adapters start at zero.
-Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.966 in 60 steps and 120 s.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.952 in 60 steps and 29 s.
 """
 
 import tiny_grpo

@@ -4,7 +4,7 @@
 
 The task and its evaluation are those of `configs/tiny_grpo.py`. Prompts whose answers are all right or all wrong give
 no pair.
-Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.933 in 60 steps and 38 s.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.931 in 60 steps and 15 s.
 """
 
 import tiny_grpo

@@ -4,7 +4,7 @@
 
 The task and its evaluation are those of `configs/tiny_grpo.py`. The critic starts as the policy with a new value head
 and learns alone for the first five steps.
-Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.962 in 80 steps and 122 s.
+Greedy accuracy on the 505 held-out sums, one run: 0.333 → 0.962 in 80 steps and 46 s.
 """
 
 import tiny_grpo
