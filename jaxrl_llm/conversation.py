@@ -26,6 +26,9 @@ class Chat:
     The decoder's pages and parameters in the generation layout stay in memory between turns, until the trainer takes a
     step, generates otherwise or is closed.
 
+    What is drawn is fixed by the seed, the trainer's step and the number of the turn: two conversations that begin with
+    the same turn have the same answer to it.
+
     Attributes:
       messages: the turns so far, ``{"role": …, "content": …}``, without the system prompt (``data.system_prompt``).
 
