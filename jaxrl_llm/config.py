@@ -228,7 +228,13 @@ class TrainingConfig:
         "schedule, stages are idle so many times shorter and hand on so many times more.",
         low=1,
     )
-    logprob_chunk_tokens: int = option(1024, "Tokens whose logits exist at once on a device.", low=1, unit="tokens")
+    logprob_chunk_tokens: int = option(
+        0,
+        "Tokens whose logits exist at once on a device. 0: 1024, on CPUs 256 (with every update they would fault a "
+        "larger block in anew).",
+        low=0,
+        unit="tokens",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

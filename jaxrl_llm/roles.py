@@ -37,7 +37,7 @@ from jaxrl_llm.models.pipeline import Schedule
 from jaxrl_llm.models.value_head import add_value_head
 from jaxrl_llm.sharding import TRAINING, batch_shards
 from jaxrl_llm.types import Params
-from jaxrl_llm.update import Forward, RoleState
+from jaxrl_llm.update import Forward, RoleState, logits_at_once
 from jaxrl_llm.validation import uneven_layers
 
 logger = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ class RoleBuilder:
             dtype=self.dtype,
             remat=config.model.remat,
             unroll={"auto": None, "loop": False, "unrolled": True}[config.model.layers],
-            chunk_tokens=config.training.logprob_chunk_tokens * batch_shards(mesh),
+            chunk_tokens=logits_at_once(config.training, mesh) * batch_shards(mesh),
             head=role.head,
             schedule=self._schedule(mesh),
             sequence_parallel=config.training.sequence_parallel and mesh.shape["tensor"] > 1,

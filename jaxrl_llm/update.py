@@ -21,6 +21,7 @@ from jaxrl_kernels.token_divergence.api import token_divergence, top_k_divergenc
 from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm import processes
 from jaxrl_llm.algorithms.interface import Algorithm, Divergence, Objective
+from jaxrl_llm.config import TrainingConfig
 from jaxrl_llm.models import pipeline
 from jaxrl_llm.models.arrangement import merge_trees
 from jaxrl_llm.models.decoder import Decoder
@@ -69,6 +70,13 @@ class TeacherReading:
     def at(self, index: Int[Array, ""]) -> TeacherReading:
         """One micro-batch."""
         return dataclasses.replace(self, **_micro_batch({"hidden": self.hidden, "candidates": self.candidates}, index))
+
+
+def logits_at_once(config: TrainingConfig, mesh: Mesh) -> int:
+    """Tokens whose logits exist at one time on a device (`training.logprob_chunk_tokens`, whose 0 asks the mesh)."""
+    if config.logprob_chunk_tokens:
+        return config.logprob_chunk_tokens
+    return 256 if mesh.devices.flat[0].platform == "cpu" else 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,6 +287,10 @@ def make_update(
                 total = jax.tree.map(lambda a, g: a + g.astype(jnp.float32), total, grads)
                 return at_rest(total), _accumulate(sums, result)
 
+            if jax.tree.leaves(fields)[0].shape[0] == 1:  # nothing to add up, and no second copy of the gradients
+                (_, result), grads = gradient(params, jnp.int32(0))
+                grads = at_rest(jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads))
+                return (grads, result) if data == 1 else _over_data(grads, result)
             shapes = jax.eval_shape(lambda p: gradient(p, jnp.int32(0))[0][1], params)
             empty = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
             zeros = at_rest(jax.tree.map(lambda leaf: jnp.zeros_like(leaf, jnp.float32), params))

@@ -62,11 +62,6 @@ def _rms_norm(x: Float[Array, "*N D"], scale: Float[Array, " D"], epsilon: float
     return value.astype(x.dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))
 
 
-@jax.checkpoint  # the backward pass keeps gate and up alone: element by element, it is cheaper to compute than to store
-def _swiglu(gate: Float[Array, "N F"], up: Float[Array, "N F"]) -> Float[Array, "N F"]:
-    return jax.nn.silu(gate) * up
-
-
 def _widen(low: Float[Array, "N r"], b: Float[Array, "r ..."]) -> Array:
     """``low B``. By its batch dimension of 1, which XLA drops, the policy `dots` of `Decoder.hidden` knows not to keep
     this product for the backward pass: it is as wide as that with the matrix, but cheap."""
@@ -226,8 +221,7 @@ class MLP(Adapted):
     def __call__(self, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
         if not self.fused:
             gate, up = (self.adapted(name, x @ getattr(self, name)[...], x) for name in ("gate", "up"))
-            hidden = place(_swiglu(gate, up), "rows", "mlp")
-            return self.adapted("down", hidden @ self.down[...], hidden)
+            return jax.checkpoint(self._down_of)(gate, up)
         gate_up, down = (_scale_of(self, name) for name in ("gate_up", "down"))
         if not compiles_for_cpu():
             scale = None if gate_up is None else gate_up[:, None]
@@ -243,6 +237,12 @@ class MLP(Adapted):
         hidden = jax.nn.silu(gate) * up
         output = product("df,fn->dn", self.down[...], hidden, None if down is None else down[:, None])
         return self.adapted("down", jax.lax.optimization_barrier(output).T, hidden.T)
+
+    def _down_of(self, gate: Float[Array, "N F"], up: Float[Array, "N F"]) -> Float[Array, "N D"]:
+        """``down(silu(gate) * up)``. Under `jax.checkpoint` the backward pass keeps gate and up alone and computes what
+        `down` was multiplied with again, element by element; it does not need the product itself."""
+        hidden = place(jax.nn.silu(gate) * up, "rows", "mlp")
+        return self.adapted("down", hidden @ self.down[...], hidden)
 
     def _adapted_gate_up(self, value: Array, x: Float[Array, "N D"], order: str) -> Array:
         """The same as ``adapted``; ``order`` names the axes of ``value``."""

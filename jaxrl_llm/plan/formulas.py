@@ -10,6 +10,7 @@ from jaxrl_kernels.gpu_compile import HOST_DEVICES
 from jaxrl_llm.plan.collectives import Collective
 from jaxrl_llm.plan.programs import device_bytes
 from jaxrl_llm.plan.setup import Setup
+from jaxrl_llm.update import logits_at_once
 
 
 def temporaries(setup: Setup, role: str) -> int:
@@ -34,7 +35,7 @@ def temporaries(setup: Setup, role: str) -> int:
         tokens * (8 * width + 4 * heads + 6 * mlp) * item
         + 4 * matrix_parameters(setup, role)[0] / (shape.num_layers * tensor) * item
     )
-    chunk = 3 * setup.config.training.logprob_chunk_tokens * shape.padded_vocab_size / tensor * 4
+    chunk = 3 * logits_at_once(setup.config.training, mesh) * shape.padded_vocab_size / tensor * 4
     table = 2 * shape.padded_vocab_size * width / tensor * item
     return int(gradients + copy + residuals + layer + chunk + table)
 
