@@ -13,8 +13,8 @@ checkpoint. From here, read `trainer.py`, then what it calls.
 A run of several processes is this command once a process, started by `python -m jaxrl_llm.launch`, srun, mpirun or a
 JobSet (`launch/joining.py`).
 
-Exit codes: 0 done · 2 bad input · 3 the run stopped itself (a check failed) · 75 ended by SIGTERM after saving ·
-130 interrupted by Ctrl-C.
+Exit codes: 0 done · 2 bad input, or a run that is finished already · 3 the run stopped itself (a check failed) ·
+75 ended by SIGTERM after saving · 130 interrupted by Ctrl-C.
 """
 
 from __future__ import annotations

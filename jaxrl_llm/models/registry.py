@@ -2,8 +2,12 @@
 
 A family (`families.family.Family`) says how a ``config.json`` becomes a `ModelConfig`, and which tensor of a file holds
 which parameter (`tensors.TensorRule`). All that a `ModelConfig` can say is computed already: generation, training,
-adapters and export need nothing more. A complete file, of a model of Llama's shape that may have biases, whose blocks
-have names of their own and which keeps its last projection the other way round::
+adapters and export need nothing more. What it can't say (norms other than RMSNorm, activations other than SiLU, biases
+of other matrices than q, k and v, experts, scaled residuals) needs `decoder.py` and `blocks.py`, and a parameter is
+read from a tensor of its own, so files that keep q, k and v in one (Phi-3) need `tensors.py`.
+
+A complete file, of a model of Llama's shape that may have biases, whose blocks have names of their own and which keeps
+its last projection the other way round::
 
     import dataclasses
 
