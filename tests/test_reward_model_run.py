@@ -20,8 +20,9 @@ __all__ = ["rows_file"]  # the fixture
 PAIRS = [(f"{a}+{b}=", str(a + b), str(a + b + 1)) for a in range(3, 7) for b in (4, 8)]
 
 
-def start(config, workdir=None):
-    return Trainer(config, workdir, rewards={"exact": exact} if config.rewards else None, devices=jax.devices()[:1])
+def start(config, workdir=None, devices=1):
+    rewards = {"exact": exact} if config.rewards else None
+    return Trainer(config, workdir, rewards=rewards, devices=jax.devices()[:devices])
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +80,11 @@ def test_transformers_gives_the_same_scores_of_texts_that_end(trained):
 
 
 def test_it_is_a_reward_alone_and_beside_functions(trained, rows_file, monkeypatch):
-    """One step of GRPO. Target: a weight left out; a score that replaces the functions'; prompts and answers in another
-    order; a model whose scores all failed taken for zeros."""
+    """One step of GRPO; and scores alone, by a model on a block of its own, which splits it. Target: a weight left out;
+    a score that replaces the functions'; prompts and answers in another order; a model whose scores all failed taken
+    for zeros.
+
+    Caught: a model beside the policy in place of its block."""
     folder, _, _ = trained
     model = {"reward_model.path": str(folder), "reward_model.max_tokens": 16, "reward_model.weight": 0.5}
     shared = {**model, "training.mini_batch_size": 2, "num_steps": 1}
@@ -94,9 +98,15 @@ def test_it_is_a_reward_alone_and_beside_functions(trained, rows_file, monkeypat
     np.testing.assert_allclose(rollouts.rewards, rollouts.components["exact"] + 0.5 * expected, atol=1e-5)
     trainer.close()
 
-    alone = start(make_config(rows_file, **shared, rewards={}))
+    alone = start(make_config(rows_file, **shared, rewards={}, **{"placement.reward_model.tensor": 2}), devices=3)
     assert alone.config.eval.accuracy_reward == ""
+    placed = {device.id for leaf in jax.tree.leaves(alone.rollout.reward_model._params) for device in leaf.devices()}
+    assert placed == {1, 2}
     result = alone.rollout._score(rollouts.examples, ["1"] * len(rollouts.examples))
+    expected = ModelScorer(folder, max_tokens=16).score(
+        [e.prompt for e in rollouts.examples], ["1"] * len(rollouts.examples)
+    )
+    np.testing.assert_allclose(result.components["reward_model"], expected, atol=1e-5)
     np.testing.assert_allclose(result.total, 0.5 * result.components["reward_model"], rtol=1e-6)
     nothing = np.full(len(rollouts.examples), np.nan, np.float32)
     monkeypatch.setattr(alone.rollout.reward_model, "score", lambda *_: nothing)

@@ -54,7 +54,9 @@ def after_two_steps(tmp_path, name, *tensor_sizes):
 
 
 def test_a_smaller_and_then_a_larger_tensor_size_train_what_one_layout_trains(tmp_path):
-    """The padding of the vocabulary is of the model alone."""
+    """The padding of the vocabulary is of the model alone.
+
+    Caught: one that `rollout.tensor` has a part in, which the second part of the run can't read."""
     expected, samples = after_two_steps(tmp_path, "one layout", 0)
     found, samples_there = after_two_steps(tmp_path, "two", 1, 6)
     assert samples == samples_there and len(set(samples)) > 4

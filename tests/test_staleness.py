@@ -158,8 +158,8 @@ def test_samples_are_of_the_parameters_two_steps_back(rows_file):
     """Bit for bit the loop written by hand, on a mesh of 4 and a block of 4, with an evaluation of the newest
     parameters after every step.
 
-    Caught: samples of the first parameters for ever; seeds that count from the step that runs beside. Target: samples
-    of the newest parameters; an evaluation with those that sample."""
+    Caught: samples of the first parameters for ever; seeds that count from the step that runs beside; samples of the
+    newest parameters; an evaluation with those that sample."""
     evaluation = {
         "data.eval": str(rows_file),
         "eval.every_steps": 1,
@@ -203,7 +203,7 @@ trainer.train()
 def test_a_killed_run_goes_on_with_the_samples_that_it_had(rows_file, tmp_path, whole_run):
     """SIGKILL in a step. The run that goes on ends bit for bit where one ends that was left alone.
 
-    Target: a checkpoint without the pending samples (sampled again, by newer parameters); one whose position in the
+    Caught: a checkpoint without the pending samples (sampled again, by newer parameters); one whose position in the
     data is before them."""
     changes = {"checkpoint.every_steps": 2}
     root = str(pathlib.Path(__file__).parent.parent)
@@ -257,7 +257,7 @@ def test_an_error_of_the_thread_ends_the_run_and_loses_no_step(rows_file, tmp_pa
     """The rewards of step 3 fail while step 2 learns: the run ends with that error, with step 2 written and saved. With
     the reward mended it goes on with the rows of step 3, sampled by the parameters of then.
 
-    Target: an error that stays in the thread; a position in the data after the rows that were lost."""
+    Caught: an error that stays in the thread; a position in the data after the rows that were lost."""
     config = make_config(rows_file, **{"data.shuffle": False, "checkpoint.every_steps": 2})
     trainer = make_trainer(config, tmp_path / "run", broken_at_five, RewardRunner)
     with pytest.raises(RunStopped, match="Every score of this batch failed"):
@@ -272,7 +272,7 @@ def test_an_error_of_the_thread_ends_the_run_and_loses_no_step(rows_file, tmp_pa
 
 
 def test_an_error_of_the_update_ends_the_thread(rows_file):
-    """In the middle of a dispatch of the decoder. Target: a thread that samples to its end."""
+    """In the middle of a dispatch of the decoder. Caught: a thread that samples to its end."""
     trainer = make_trainer(make_config(rows_file))
     sampling, reached = threading.Event(), trainer.rollout._reached
     taken, close = [], trainer.ahead.close
@@ -303,8 +303,7 @@ def test_an_error_of_the_update_ends_the_thread(rows_file):
 
 
 def test_a_decoder_that_disagrees_stops_a_stale_run_too(rows_file):
-    """It goes wrong in step 2, on the thread. Target: a difference that is measured against other parameters than those
-    that sampled, whose bound would have to be off."""
+    """It goes wrong in step 2, on the thread. Caught: a difference that is not measured where samples are old."""
     trainer = make_trainer(make_config(rows_file))
     complete = trainer.rollout.complete
 
@@ -320,7 +319,9 @@ def test_a_decoder_that_disagrees_stops_a_stale_run_too(rows_file):
 def test_it_learns_and_tells_what_overlaps(tmp_path):
     """14 steps on additions with corrected samples of the step before: the reward rises (0.39 to 0.57 when this was
     written; without learning so few steps vary by less than 0.1). Decoder and trainer differ by float rounding, old
-    and new parameters by far more, which stops nothing."""
+    and new parameters by far more, which stops nothing.
+
+    Caught: a decoder that is compared with the newest parameters."""
     config = configs.default_config("grpo").to_dict()
     config["model"]["path"] = "builtin:tiny_addition"
     config["data"].update(train="builtin:addition/train", max_prompt_tokens=8)
@@ -350,7 +351,7 @@ def exact(prompt, completion, answer):
 
 
 def test_prompts_that_come_step_by_step_are_refused():
-    """Target: a run of RLTrainer that quietly samples with the newest parameters."""
+    """Caught: a run of RLTrainer that quietly samples with the newest parameters."""
     options = {
         "algorithm.rollout_is": "token",
         "mesh.fsdp": 4,

@@ -70,7 +70,9 @@ LITTLE = 50_000
 
 @pytest.mark.parametrize(("data", "fsdp", "tensor"), [(2, 4, 1), (2, 2, 2)])
 def test_gradients_cross_data_once_and_fsdp_alone_in_the_loop(data, fsdp, tensor):
-    """XLA:CPU scatters by a sum of all and a cut, so that twice the bytes of a scatter cross ``fsdp``."""
+    """XLA:CPU scatters by a sum of all and a cut, so that twice the bytes of a scatter cross ``fsdp``.
+
+    Caught: `data` left to the partitioner, which adds up over both axes in the loop."""
     found, setup = sent_by("cpu", data, fsdp, tensor)
     assert not [key for key in found if "data" in key[1] and key[2]]
     over_data = sum(size for (_, axes, _), size in found.items() if "data" in axes)
