@@ -217,9 +217,9 @@ LINE_CHARACTERS = 100_000
 
 
 def export(trainer: Trainer, options: argparse.Namespace) -> None:
-    """Writes the policy as a Hugging Face folder."""
+    """Writes the policy, or the agent of `--role`, as a Hugging Face folder."""
     restore_or_say(trainer)
-    trainer.export(options.output, overwrite=options.overwrite)
+    trainer.export(options.output, role=options.role, overwrite=options.overwrite)
     trainer.close()
     say(options.output)
 
@@ -257,6 +257,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         help="generate: the prompts are turns of one conversation; without prompts, lines of standard input are",
     )
     parser.add_argument("--output", type=_path, help="export: the folder to write")
+    parser.add_argument("--role", default="", help="export: which agent of ippo, such as policy_1; default: the first")
     parser.add_argument("--overwrite", action="store_true", help="export: replace what the folder holds")
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="of process 0, where no cluster says it")
     parser.add_argument("--processes", type=int, help="how many processes the run has, with --coordinator")
@@ -307,6 +308,10 @@ def require_inputs(config: RunConfig, options: argparse.Namespace) -> None:
         )
     if options.command == "export" and not options.output:
         raise UserError("export needs --output FOLDER.")
+    if options.role:
+        from jaxrl_llm.algorithms import find_algorithm
+
+        find_algorithm(config.algorithm.name).exported_role(config.algorithm.options, options.role)
 
 
 def require_export_target(options: argparse.Namespace) -> None:

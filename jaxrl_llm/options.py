@@ -83,8 +83,10 @@ def unknown_option(path: str, name: str, known: Iterable[str], root: type) -> Us
     """
     siblings = sorted(known)
     near, near_ratio = _closest(name, {sibling: _join(path, sibling) for sibling in siblings})
-    # Of several options of one name the outermost is meant: its path comes last here and stays.
-    paths = sorted((option_path for option_path, _ in describe(root)), key=lambda path: -path.count("."))
+    # Of several options of one name the outermost is meant: its path comes last here and stays. Options of this
+    # group that it does not know are another algorithm's.
+    others = (option_path for option_path, _ in describe(root) if option_path.rpartition(".")[0] != path)
+    paths = sorted(others, key=lambda option_path: -option_path.count("."))
     far, far_ratio = _closest(name, {option_path.split(".")[-1]: option_path for option_path in paths})
     best = far if far_ratio > near_ratio else near
     hint = f" Did you mean {best!r}?" if best else ""

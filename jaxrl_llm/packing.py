@@ -260,10 +260,12 @@ def _write(
 
 
 def unpack(values: np.ndarray, placement: Placement, lengths: Sequence[int]) -> list[np.ndarray]:
-    """Per-sequence values out of ``[M, R, T]``; zeros of ``lengths[n]`` for a sequence that was not placed."""
-    flat = values.reshape(-1, values.shape[-1])
+    """Per-sequence values out of ``[M, R, T, …]``; zeros of ``lengths[n]`` for a sequence that was not placed."""
+    flat = values.reshape(-1, *values.shape[2:])
     return [
-        np.zeros(length, values.dtype) if row < 0 else np.concatenate([flat[row, prompt], flat[row, completion]])
+        np.zeros((length, *values.shape[3:]), values.dtype)
+        if row < 0
+        else np.concatenate([flat[row, prompt], flat[row, completion]])
         for row, prompt, completion, length in zip(
             placement.row, placement.prompt, placement.completion, lengths, strict=True
         )

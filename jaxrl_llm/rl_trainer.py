@@ -171,9 +171,10 @@ class RLTrainer:
         """Saves a checkpoint into `workdir`; the same `RLTrainer` call continues from it."""
         self.trainer.save({})
 
-    def export(self, folder: str | pathlib.Path, *, overwrite: bool = False) -> None:
-        """Writes the current model as a Hugging Face folder, a reward model as a classifier."""
-        self.trainer.export(folder, overwrite=overwrite)
+    def export(self, folder: str | pathlib.Path, *, role: str = "", overwrite: bool = False) -> None:
+        """Writes the current model as a Hugging Face folder, a reward model as a classifier; `role`: an agent of
+        ``ippo`` other than the first, such as ``policy_1``."""
+        self.trainer.export(folder, role=role, overwrite=overwrite)
 
     def close(self) -> None:
         """Waits for saves and ends the reward workers."""

@@ -52,6 +52,7 @@ class Model:
       update: the jitted optimizer update; None for a role that is not trained.
       saved: whether checkpoints hold the role. One that is read from its source again, or is another's base, is not.
       mesh: where its parameters are, and the rows that it reads.
+      programs: those of all roles of the run, so that two that read alike compile one.
     """
 
     role: Role
@@ -59,18 +60,31 @@ class Model:
     update: Callable[..., Any] | None
     saved: bool
     mesh: Mesh = dataclasses.field(kw_only=True, repr=False)
+    programs: dict[Any, Callable[..., Any]] = dataclasses.field(
+        kw_only=True, repr=False, compare=False, default_factory=dict
+    )
 
     @property
     def decoder(self) -> Decoder:
         return self.forward.decoder
 
-    @functools.cached_property
+    @property
     def logprobs(self) -> Callable[..., Any]:
-        return update.make_logprobs(self.forward, self.mesh)
+        return self._program(update.make_logprobs)
 
-    @functools.cached_property
+    @property
     def values(self) -> Callable[..., Any]:
-        return update.make_values(self.forward, self.mesh)
+        return self._program(update.make_values)
+
+    @property
+    def both(self) -> Callable[..., Any]:
+        return self._program(update.make_both)
+
+    def _program(self, make: Callable[[Forward, Mesh], Callable[..., Any]]) -> Callable[..., Any]:
+        key = make, self.forward, self.mesh
+        if key not in self.programs:
+            self.programs[key] = make(self.forward, self.mesh)
+        return self.programs[key]
 
 
 class RoleBuilder:
@@ -108,6 +122,7 @@ class RoleBuilder:
         self.total_steps, self.read_only = total_steps, read_only
         model = config.model
         self.schedule = self._schedule(self.mesh)
+        self._programs: dict[Any, Callable[..., Any]] = {}
         self.lora = Lora(model.lora_rank, model.lora_alpha, tuple(model.lora_targets)) if model.lora_rank else None
 
     def build(self) -> tuple[dict[str, Model], dict[str, RoleState]]:
@@ -170,13 +185,16 @@ class RoleBuilder:
                 )
             forward = dataclasses.replace(forward, divergence=divergence, teacher=models[divergence.role].forward)
         if not trained:
-            return Model(role, forward, None, saved=own or role.trained, mesh=mesh), RoleState(params, base=base)
+            model = Model(role, forward, None, saved=own or role.trained, mesh=mesh, programs=self._programs)
+            return model, RoleState(params, base=base)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
         settings = self.config.critic.optimizer if role.section == "critic" else self.config.optimizer
         steps = max(self.total_steps - self.algorithm.rests(self.options, self.config, role), 0)
         transformation = optimizers.make_optimizer(settings, steps * updates_per_step(self.config))
         state, state_shardings = self._first_state(params, transformation, shardings, mesh)
-        program = update.make_update(
+        leaves, tree = jax.tree.flatten(shardings)
+        key = forward, self.algorithm.loss_of(role.name), settings, steps, mesh, tree, tuple(leaves)
+        self._programs[key] = program = update.make_update(
             forward,
             self.algorithm,
             self.options,
@@ -185,8 +203,10 @@ class RoleBuilder:
             state_shardings,
             mesh,
             name=role.name,
+            like=self._programs.get(key),
         )
-        return Model(role, forward, program, saved=True, mesh=mesh), dataclasses.replace(state, base=base)
+        model = Model(role, forward, program, saved=True, mesh=mesh, programs=self._programs)
+        return model, dataclasses.replace(state, base=base)
 
     def _parameters(self, role: Role, last: bool) -> tuple[Decoder, Params, bool]:
         """A role's decoder and first parameters, in float32 where all of them are trained, and whether they are its

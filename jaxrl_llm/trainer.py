@@ -397,8 +397,9 @@ class Trainer:
         )
 
     def per_token(self, role: str, sequences: Sequences, kind: str, params: Params | None = None) -> list[np.ndarray]:
-        """``logprobs`` or ``values`` of each token's column, ``[t]`` by sequence; zeros for one that is not packed.
-        Split like the updates, so that it runs in their shape. Other parameters than the role's own may be given."""
+        """``logprobs`` or ``values`` of each token's column, ``[t]`` by sequence, or ``both``, ``[t, 2]``, of a role
+        with a head of both; zeros for one that is not packed. Split like the updates, so that it runs in their shape.
+        Other parameters than the role's own may be given."""
         out: list[np.ndarray] = [np.zeros(0)] * len(sequences.tokens)
         sequences = dataclasses.replace(sequences, extras={}, partner=None)
         program, mesh = getattr(self.models[role], kind), self.models[role].mesh
@@ -535,13 +536,21 @@ class Trainer:
         epoch = self.step_index
         return [dataclasses.replace(one, uid=f"{one.row}@{epoch}", epoch=epoch) for one in examples]
 
-    def export(self, folder: pathlib.Path | str, *, overwrite: bool = False) -> None:
+    def export(self, folder: pathlib.Path | str, *, role: str = "", overwrite: bool = False) -> None:
         """Writes the policy as a Hugging Face folder, a reward model as a classifier: `models.export.export_model`,
-        `models.classifier.export_classifier`."""
+        `models.classifier.export_classifier`.
+
+        Args:
+          role: another that writes text, where there are several (`ippo`: ``policy``, ``policy_1`` …).
+
+        Raises:
+          UserError: there is no such role, or it writes none.
+        """
+        role = self.algorithm.exported_role(self.options, role)
         write = export_model
-        if self.models[self.main].role.head == "values":
+        if self.models[role].role.head == "values":
             write = functools.partial(export_classifier, end_token_id=require_eos(self.tokenizer))
-        with self._params(self.main) as params:
+        with self._params(role) as params:
             write(folder, self.decoder, params, self.tokenizer, overwrite=overwrite)
 
     # --- saving and resuming ----------------------------------------------------------------------------------
@@ -736,6 +745,8 @@ class StepContext:
     trainer: Trainer
     timer: PhaseTimer
     stream: int | None = None  # stands in for the step in the seeds of samples
+    came_along: dict[str, tuple[Sequences, Params, list[np.ndarray]]] = dataclasses.field(default_factory=dict)
+    """By role the values that came with its log-probs, and of what they are."""
 
     @property
     def config(self) -> RunConfig:
@@ -783,11 +794,18 @@ class StepContext:
 
     def logprobs(self, role: str, sequences: Sequences) -> list[np.ndarray]:
         with self.timer("logprobs"):
-            return self.trainer.per_token(role, sequences, "logprobs")
+            if self.trainer.models[role].role.head != "both":
+                return self.trainer.per_token(role, sequences, "logprobs")
+            both = self.trainer.per_token(role, sequences, "both")
+            self.came_along[role] = sequences, self.trainer.roles[role].params, [one[:, 1] for one in both]
+            return [one[:, 0] for one in both]
 
     def values(self, role: str, sequences: Sequences) -> list[np.ndarray]:
         with self.timer("values"):
-            after = self.trainer.per_token(role, sequences, "values")
+            of, params, after = self.came_along.pop(role, (None, None, []))
+            same = of is not None and of.tokens is sequences.tokens and params is self.trainer.roles[role].params
+            if of is None or not (same and all(map(np.array_equal, of.loss_mask, sequences.loss_mask))):
+                after = self.trainer.per_token(role, sequences, "values")
         # The value before token t is the one after token t - 1.
         return [np.concatenate([[0.0], one]).astype(np.float32) for one in after]
 

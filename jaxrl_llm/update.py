@@ -28,7 +28,7 @@ from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.placement import DATA_AXIS, splitting_axes
 from jaxrl_llm.models.value_head import token_values
 from jaxrl_llm.sharding import batch_sharding, replicated
-from jaxrl_llm.types import MiniBatch, Params, Rows, ValueOutputs
+from jaxrl_llm.types import MiniBatch, Params, Rows, TokenOutputs, ValueOutputs
 
 
 @jax.tree_util.register_dataclass
@@ -134,14 +134,7 @@ class Forward:
             return ValueOutputs(
                 self.before(params, hidden, rows), jnp.where(rows.loss_mask, token_values(params, hidden), 0.0)
             )
-        outputs = self.decoder.token_logprobs(
-            params,
-            predicting(hidden, rows),
-            rows.tokens,
-            rows.loss_mask,
-            jnp.float32(self.temperature),
-            chunk_tokens=self.chunk_tokens,
-        )
+        outputs = self.tokens(params, hidden, rows)
         if self.head == "both":
             outputs = outputs._replace(values=self.before(params, hidden, rows))
         if self.divergence is not None and teacher is not None:
@@ -150,6 +143,17 @@ class Forward:
                 teacher = self.teacher.read(teacher, rows, self.divergence)
             outputs = outputs._replace(divergence=self._divergence(params, hidden, rows, teacher))
         return outputs
+
+    def tokens(self, params: Params, hidden: Float[Array, "R T D"], rows: Rows) -> TokenOutputs:
+        """What the final hidden states say of the trained tokens."""
+        return self.decoder.token_logprobs(
+            params,
+            predicting(hidden, rows),
+            rows.tokens,
+            rows.loss_mask,
+            jnp.float32(self.temperature),
+            chunk_tokens=self.chunk_tokens,
+        )
 
     def read(self, params: Params, rows: Rows, divergence: Divergence) -> TeacherReading:
         """What a teacher of these cast parameters says of one micro-batch."""
@@ -215,6 +219,7 @@ def make_update(
     mesh: Mesh,
     *,
     name: str = "policy",
+    like: Callable[..., Any] | None = None,
 ) -> Callable[..., tuple[RoleState, dict[str, Float[Array, ""]]]]:
     """Builds ``update(role, rows, num_micro_batches, denominator, old_is_actor, teacher) -> (role, metrics)`` of one
     role.
@@ -226,6 +231,8 @@ def make_update(
 
     Args:
       name: of the role: its loss is taken, and its metrics are named by it.
+      like: what this returned for another role with all the same arguments and the same loss: its program is taken, so
+        that it is compiled once.
     """
     losses = algorithm.loss_of(name)
     data = mesh.shape[DATA_AXIS]
@@ -326,7 +333,7 @@ def make_update(
         num_micro_batches: Int[Array, ""],
         denominator: Float[Array, ""],
         old_is_actor: bool,
-    ) -> tuple[RoleState, dict[str, Float[Array, ""]]]:
+    ) -> tuple[RoleState, tuple[dict[str, Float[Array, ""]], dict[str, Float[Array, ""]]]]:
         params = forward.cast(role.params)
         base, teacher = frozen
         base = None if base is None else forward.cast(base)
@@ -340,18 +347,21 @@ def make_update(
         metrics = {name: value / denominator for name, value in sums.weighted.items()}
         metrics |= {name: value / jnp.maximum(count, 1.0) for name, (value, count) in sums.counted.items()}
         metrics |= sums.maxima
-        metrics[f"{name}/grad_norm"] = norm
-        metrics[f"{name}/update_skipped"] = 1.0 - finite.astype(jnp.float32)
-        return RoleState(new_params, opt_state), metrics
+        of_role = {"grad_norm": norm, "update_skipped": 1.0 - finite.astype(jnp.float32)}
+        return RoleState(new_params, opt_state), (metrics, of_role)
 
-    @functools.wraps(update)
+    program = update if like is None else like.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
+
+    @functools.wraps(program)
     def apply(
         role: RoleState, rows: Rows, *counts: Any, old_is_actor: bool, teacher: Params | TeacherReading | None = None
     ) -> tuple[RoleState, dict[str, Float[Array, ""]]]:
         trained, frozen = RoleState(role.params, role.opt_state), (role.base, teacher)
         with jax.set_mesh(mesh):
-            new, metrics = update(trained, frozen, rows, *counts, old_is_actor)
-        return dataclasses.replace(new, base=role.base), metrics
+            new, (metrics, of_role) = program(trained, frozen, rows, *counts, old_is_actor)
+        told = {algorithm.metric_name(name, metric): value for metric, value in metrics.items()}
+        told |= {f"{name}/{metric}": value for metric, value in of_role.items()}
+        return dataclasses.replace(new, base=role.base), told
 
     return apply
 
@@ -403,6 +413,17 @@ def make_values(forward: Forward, mesh: Mesh) -> Callable[..., Float[Array, "M R
     return _on_mesh(_over_micro_batches(forward, one, mesh), mesh)
 
 
+def make_both(forward: Forward, mesh: Mesh) -> Callable[..., Float[Array, "M R T 2"]]:
+    """Builds what gives the results of `make_logprobs` and of `make_values`, from one pass through the trunk that a
+    head of both has."""
+
+    def one(params: Params, rows: Rows) -> Float[Array, "R T 2"]:
+        hidden = forward.hidden(params, rows)
+        return jnp.stack([forward.tokens(params, hidden, rows).logprobs, token_values(params, hidden)], axis=-1)
+
+    return _on_mesh(_over_micro_batches(forward, one, mesh), mesh)
+
+
 def make_reading(forward: Forward, divergence: Divergence, mesh: Mesh) -> Callable[..., TeacherReading]:
     """Builds ``read(params, rows, num_micro_batches)``: what a teacher says of all micro-batches, rows split as a batch
     is, without its output weight."""
@@ -429,16 +450,20 @@ def make_reading(forward: Forward, divergence: Divergence, mesh: Mesh) -> Callab
 
 
 def _over_micro_batches(
-    forward: Forward, one: Callable[[Params, Rows], Float[Array, "R T"]], mesh: Mesh
-) -> Callable[..., Float[Array, "M R T"]]:
+    forward: Forward, one: Callable[[Params, Rows], Float[Array, "R T ..."]], mesh: Mesh
+) -> Callable[..., Float[Array, "M R T ..."]]:
     @functools.partial(jax.jit, out_shardings=replicated(mesh))
-    def program(params: Params, rows: Rows, num_micro_batches: Int[Array, ""]) -> Float[Array, "M R T"]:
+    def program(params: Params, rows: Rows, num_micro_batches: Int[Array, ""]) -> Float[Array, "M R T ..."]:
         params = forward.cast(params)
 
-        def body(index: Int[Array, ""], out: Float[Array, "M R T"]) -> Float[Array, "M R T"]:
-            return jax.lax.dynamic_update_index_in_dim(out, one(params, _micro_batch(rows, index)), index, 0)
+        def of(index: Int[Array, ""]) -> Float[Array, "R T ..."]:
+            return one(params, _micro_batch(rows, index))
 
-        return jax.lax.fori_loop(0, num_micro_batches, body, jnp.zeros(rows.tokens.shape, jnp.float32))
+        def body(index: Int[Array, ""], out: Float[Array, "M R T ..."]) -> Float[Array, "M R T ..."]:
+            return jax.lax.dynamic_update_index_in_dim(out, of(index), index, 0)
+
+        shape = jax.eval_shape(of, jnp.int32(0)).shape
+        return jax.lax.fori_loop(0, num_micro_batches, body, jnp.zeros((rows.tokens.shape[0], *shape), jnp.float32))
 
     return program
 

@@ -71,6 +71,12 @@ def test_an_unknown_key_is_refused_with_its_path_and_the_nearest_name(path: str,
     assert f"Did you mean {nearest!r}?" in message
 
 
+def test_the_nearest_name_is_not_another_algorithms():
+    """Caught: gamma, which is PPO's."""
+    message = refusal(make(algorithm="kto", algorithm__gama=0.1))
+    assert "'algorithm.gama'. Known in algorithm: beta, desirable_weight, undesirable_weight" in message
+
+
 def test_an_unknown_key_inside_a_reward_is_refused():
     message = refusal(make(rewards={"exact": {"function": "exact_match", "wieght": 2.0}}))
     assert "'rewards.exact.wieght'" in message and "rewards.exact.weight" in message

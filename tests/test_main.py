@@ -57,8 +57,8 @@ class Recorder:
             on_text(0, 0, prompts[0][1:].upper())
         return [[prompt.upper()] for prompt in prompts]
 
-    def export(self, folder, *, overwrite):
-        self.calls.append(("export", folder, overwrite))
+    def export(self, folder, *, role, overwrite):
+        self.calls.append(("export", folder, role, overwrite))
 
     def close(self):
         self.calls.append(("close",))
@@ -124,7 +124,7 @@ def test_a_model_without_a_checkpoint_is_said_to_be_one(file: str, monkeypatch, 
 
 def test_export_writes_where_it_is_told(file: str):
     assert main.main(["export", "--config", file, "--output", "there", "--overwrite"]) == 0
-    assert ("export", pathlib.Path("there"), True) in Recorder.calls
+    assert ("export", pathlib.Path("there"), "", True) in Recorder.calls
 
 
 def test_stream_prints_the_text_as_it_grows(file: str, capsys):
@@ -150,6 +150,7 @@ def test_stream_prints_the_text_as_it_grows(file: str, capsys):
         (["generate", "--chat", "--stream", "--prompt", "a"], "leave --stream or the other command out"),
         (["generate", "--chat", "--coordinator=h:1", "--processes=2", "--process=0"], "standard input of one process"),
         (["export"], "export needs --output"),
+        (["export", "--output", "there", "--role", "critic"], "role = 'critic': a run of grpo can export policy."),
     ],
 )
 def test_bad_input_is_one_paragraph_and_exit_code_2(file: str, arguments: list[str], words: str, capsys):

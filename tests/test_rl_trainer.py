@@ -13,6 +13,7 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm import rl_trainer
+from jaxrl_llm.algorithms.interface import Sequences
 from jaxrl_llm.errors import UserError
 
 OPTIONS = {
@@ -124,18 +125,20 @@ BLOCKS = {
     ],
 )
 def test_rows_of_the_documentation_are_learned_from(algo, shown, metric, monkeypatch):
-    """Its code as it stands, then five more steps on its rows.
+    """Its code as it stands, then five more steps on its rows, which the model then likes as they say.
 
-    Caught: a row taken for a prompt; chosen and rejected exchanged.
+    Caught: a row taken for a prompt; chosen and rejected exchanged; the labels of KTO exchanged, or the sign of a loss.
     """
     monkeypatch.setattr(rl_trainer, "Trainer", functools.partial(rl_trainer.Trainer, devices=jax.devices()[:1]))
     names = {"RLTrainer": jaxrl_llm.RLTrainer}
     exec(BLOCKS[shown].replace(f'"{shown}"', f'"{algo}"'), names)
     with names["trainer"] as trainer:
         told = [names["metrics"]]
+        before = preference(trainer.trainer, names["examples"])
         for _ in range(5):
             metrics, rollouts = trainer.step(names["examples"])
             told.append(metrics)
+        assert (preference(trainer.trainer, names["examples"]) > before + 0.01).all()
         losses = [one[metric] for one in told]
         assert all(later < earlier for earlier, later in itertools.pairwise(losses)), losses
         assert {"sft": losses[0] > 0, "kto": losses[0] == 0.5}.get(algo, losses[0] == pytest.approx(np.log(2)))
@@ -146,6 +149,23 @@ def test_rows_of_the_documentation_are_learned_from(algo, shown, metric, monkeyp
             with pytest.raises(UserError, match=message):
                 trainer.step(examples, answers)
         assert trainer.trainer.step_index == 6
+
+
+def preference(trainer, rows):
+    """By how much the model prefers what it should, pair by pair (of SFT: how likely it finds each completion); by what
+    no loss computes. In nats, of a reward model in its scores."""
+    sides = [[row["completion"]] if "completion" in row else [row["chosen"], row["rejected"]] for row in rows]
+    prompts = [trainer.tokenizer.encode(row["prompt"]) for row, texts in zip(rows, sides, strict=True) for _ in texts]
+    answers = [[*trainer.tokenizer.encode(text, add_special_tokens=False), 2] for text in itertools.chain(*sides)]
+    tokens = [np.array([*prompt, *answer], np.int32) for prompt, answer in zip(prompts, answers, strict=True)]
+    masks = [np.arange(len(ids)) >= len(prompt) for ids, prompt in zip(tokens, prompts, strict=True)]
+    kind = "values" if trainer.main == "reward_model" else "logprobs"
+    found = trainer.per_token(trainer.main, Sequences(tokens, masks, np.arange(len(tokens), dtype=np.int32)), kind)
+    worth = np.array([one[-1] if kind == "values" else one.sum() for one in found])
+    if "label" in rows[0]:
+        (good,), (bad,) = (worth[[row["label"] is label for row in rows]] for label in (True, False))
+        return np.array([good - bad])
+    return worth if "completion" in rows[0] else worth[0::2] - worth[1::2]
 
 
 PAIR = {"prompt": "1+2=", "chosen": "3", "rejected": "4"}

@@ -83,25 +83,33 @@ def test_a_run_trains_keeps_and_exports_adapters(rows_file, tmp_path):
     assert np.abs(before - logits[0]).max() > 0.01
 
 
-def test_ppo_has_two_sets_of_adapters_on_one_base(rows_file):
-    """Target: a base of its own for the critic; a value head that is left out of what is trained; equal adapters."""
+def test_each_agent_has_adapters_and_a_critic_of_its_own_on_one_base(rows_file):
+    """Two agents of IPPO: PPO's roles, twice.
+
+    Caught: a base of its own for the critic; a value head that is left out of what is trained; equal adapters; the
+    second agent's answers by the first one's adapters.
+    """
     changes = {name: value for name, value in LORA.items() if name != "checkpoint.every_steps"}
-    config = make_config(rows_file, **changes, **{"algorithm.name": "ppo", "critic.optimizer.learning_rate": 1e-2})
-    trainer = start(config)
-    policy, critic = trainer.roles["policy"], trainer.roles["critic"]
-    assert "lm_head" not in critic.base
-    same = {name: policy.base[name] for name in critic.base}
-    assert all(one is other for one, other in zip(leaves(critic.base), leaves(same), strict=True))
-    blocks = leaves(critic.params["blocks"])
-    assert any(np.asarray(a != b).any() for a, b in zip(blocks, leaves(policy.params["blocks"]), strict=True))
-    assert set(critic.params) == {"blocks", "value_head"}
-    bits = jax.device_get(critic.base)
+    changes |= {"critic.optimizer.learning_rate": 1e-2, "training.row_tokens": 32, "algorithm.shared_reward": "mean"}
+    trainer = start(make_config(rows_file, **{"algorithm.name": "ippo"}, **changes))
+    names = ["policy", "critic", "policy_1", "critic_1"]
+    assert sorted(trainer.roles) == sorted(names)
+    base = trainer.roles["policy"].base
+    bits = jax.device_get(base)
+    assert "lm_head" not in trainer.roles["critic"].base
+    for name in names:
+        own = trainer.roles[name]
+        assert all(one is other for one, other in zip(leaves(own.base), leaves(base), strict=True)), name
+        assert set(own.params) == ({"blocks"} if "policy" in name else {"blocks", "value_head"})
+        for other in names[: names.index(name)]:
+            blocks = (leaves(one.params["blocks"]) for one in (own, trainer.roles[other]))
+            assert any(np.asarray(a != b).any() for a, b in zip(*blocks, strict=True)), (name, other)
     for _ in range(2):
         metrics, _ = trainer.step(next(trainer.data))
-        assert metrics["rollout/logprob_diff_max"] < 1e-4
-    critic = trainer.roles["critic"]
-    assert all(np.asarray(leaf).any() for leaf in leaves(critic.params))
-    jax.tree.map(np.testing.assert_array_equal, bits, jax.device_get(critic.base))
+        assert max(metrics["rollout/logprob_diff_max"], metrics["rollout/logprob_diff_1_max"]) < 1e-4
+    for name in names:
+        assert all(np.asarray(leaf).any() for leaf in leaves(trainer.roles[name].params)), name
+    jax.tree.map(np.testing.assert_array_equal, bits, jax.device_get(trainer.roles["critic_1"].base))
     trainer.close()
 
 

@@ -214,6 +214,8 @@ class Algorithm:
       rests: in how many of a run's first steps a trained role is not updated, given the options, the configuration and
         the role: its learning rate's schedule counts the updates that are left.
       validate: conflicts among its options and the rest, as (``error`` | ``warning``, paragraph) pairs.
+      metric_name: what a metric of a role's loss is called, given both: for roles with the same loss, whose metrics
+        would have the same names.
       loss_aggregation: see `algorithms.aggregation`, given the options.
       generates: False if it learns from the data alone; such a run makes no decoder unless it evaluates.
       data: what its training rows must hold: ``prompt``, ``completion``, ``preference`` or ``label``.
@@ -239,6 +241,7 @@ class Algorithm:
     )
     rests: Callable[[Any, RunConfig, Role], int] = lambda options, config, role: 0
     validate: Callable[[Any, RunConfig], list[tuple[str, str]]] = _NOTHING
+    metric_name: Callable[[str, str], str] = lambda role, metric: metric
     loss_aggregation: Callable[[Any], str] = lambda options: "token-mean"
     generates: bool = True
     data: Literal["prompt", "completion", "preference", "label"] = "prompt"
@@ -256,6 +259,19 @@ class Algorithm:
 
     def trained_roles(self, options: Any) -> tuple[Role, ...]:
         return tuple(role for role in self.roles(options) if role.trained)
+
+    def exported_role(self, options: Any, name: str) -> str:
+        """The role of that name, the main one by default.
+
+        Raises:
+          UserError: it is not the main one, and writes no text.
+        """
+        main = self.main_role(options).name
+        writers = (role.name for role in self.trained_roles(options) if role.head != "values")
+        names = dict.fromkeys((main, *writers))
+        if name and name not in names:
+            raise UserError(f"role = {name!r}: a run of {self.name} can export {', '.join(names)}. Name one of these.")
+        return name or main
 
     def main_role(self, options: Any) -> Role:
         """The model that the run is for: it is evaluated and exported. The policy, or the first trained one."""

@@ -6,6 +6,7 @@
 arXiv:2011.09533 (independent PPO). The episode's reward is one for all: that of the last answer, or the mean of all
 agents' (`shared_reward`). One agent is `ppo` exactly, to the bit. Agents start from `model.path`; with adapters
 (`model.lora_rank`) they share its weights and differ in theirs alone. Evaluation lets all answer and judges the last.
+`generate` asks the first, ``policy``; `export` writes it, or the agent that it is told (``policy_1`` …).
 """
 
 from __future__ import annotations
@@ -104,33 +105,26 @@ def prepare(context: Context, rollouts: Rollouts) -> Mapping[str, Sequences]:
         # Mini-batches hold whole prompts of the episode for every agent, so that all make the same number of updates.
         group, learns = rollouts.turns[0].group, not ppo.warming_up(context)
         sequences, _ = on_policy.prepare(context, turn, advantages, policy=policy, group=group, learns=learns)
-        if agent:
-            sequences.metrics = {_with(name, f"_{agent}"): value for name, value in sequences.metrics.items()}
+        sequences.metrics = {metric_name(policy, name): value for name, value in sequences.metrics.items()}
         found |= ppo.trained(context, sequences, policy=policy, critic=critic)
     return found
 
 
-def losses(options: IPPOOptions) -> dict[str, Any]:
-    """Each agent's losses, those of PPO; later agents' metrics are told under names of their own."""
+def losses() -> dict[str, Any]:
+    """Those of PPO, of as many agents as there may be."""
     found: dict[str, Any] = {}
-    for agent in range(options.agents):
-        for name, loss in zip(names(agent), (ppo.policy_losses, ppo.critic_losses), strict=True):
-            found[name] = functools.partial(_named, loss, f"_{agent}" if agent else "")
+    for agent in range(LARGEST_NUMBER):
+        found |= zip(names(agent), (ppo.policy_losses, ppo.critic_losses), strict=True)
     return found
 
 
-def _named(loss: Any, ending: str, options: IPPOOptions, outputs: Any, rows: Any) -> Any:
-    objective = loss(options, outputs, rows)
-    if not ending:
-        return objective
-    parts = (objective.weighted, objective.counted, objective.maxima)
-    weighted, counted, maxima = ({_with(name, ending): value for name, value in part.items()} for part in parts)
-    return objective._replace(weighted=weighted, counted=counted, maxima=maxima)
-
-
-def _with(name: str, ending: str) -> str:
-    """A metric's name with an agent's number; ``…_max`` stays at the end, where it says how figures are joined."""
-    return f"{name.removesuffix('_max')}{ending}_max" if name.endswith("_max") else f"{name}{ending}"
+def metric_name(role: str, metric: str) -> str:
+    """The first agent's metrics are called as PPO's; later ones' end in their number, but for ``…_max``, which stays at
+    the end, where it says how figures are joined."""
+    agent = role.rpartition("_")[2]
+    if not agent.isdecimal():
+        return metric
+    return f"{metric.removesuffix('_max')}_{agent}_max" if metric.endswith("_max") else f"{metric}_{agent}"
 
 
 def validate(options: IPPOOptions, config: RunConfig) -> list[tuple[str, str]]:
@@ -153,7 +147,8 @@ IPPO: Algorithm = dataclasses.replace(
     roles=roles,
     collect=collect,
     prepare=prepare,
-    losses=losses(IPPOOptions(agents=LARGEST_NUMBER)),
+    losses=losses(),
+    metric_name=metric_name,
     validate=validate,
     longest=lambda options, prompt, response: options.agents * (prompt + response),
     answer=answer,

@@ -24,23 +24,35 @@ from jaxrl_llm.types import Example, Rollouts, Rows, ValueOutputs
 
 REWARD_MODEL = Role("reward_model", head="values", trained=True, settings="policy")
 
+AUTO = "auto"
+
 
 @dataclasses.dataclass(frozen=True)
 class RewardModelOptions:
     """Options of `algorithm` when its name is `reward_model`."""
 
     center_rewards_coefficient: float = option(0.0, "pulls the scores of a pair to a sum of 0 (0.01 is usual)", low=0.0)
-    margin_column: str = option("", "a column with by how much the chosen score ought to be higher; empty = none")
+    margin_column: str = option(
+        AUTO,
+        "the column with by how much the chosen score ought to be higher; auto = `margin`, as in TRL, where a row has "
+        "one; empty = none",
+    )
 
 
 def prepare(context: Context, rollouts: Rollouts) -> Sequences:
     sequences = pairs.sequences_of_pairs(rollouts, np.arange(len(rollouts)).reshape(-1, 2))
-    column = context.options.margin_column
-    meaning = "algorithm.margin_column names a column of numbers."
-    margins = [pairs.number_of(context, one, column, meaning) if column else 0.0 for one in rollouts.examples]
+    margins = [_margin(context, example) for example in rollouts.examples]
     sequences.extras["margin"] = np.repeat(np.asarray(margins, np.float32), 2)
     sequences.extras["last"] = [_last(mask) for mask in sequences.loss_mask]
     return sequences
+
+
+def _margin(context: Context, example: Example) -> float:
+    column = context.options.margin_column
+    if column == AUTO:
+        column = "" if example.metadata.get("margin") is None else "margin"
+    meaning = "algorithm.margin_column names a column of numbers."
+    return pairs.number_of(context, example, column, meaning) if column else 0.0
 
 
 def _last(mask: np.ndarray) -> np.ndarray:

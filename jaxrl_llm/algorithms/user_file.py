@@ -24,6 +24,7 @@ _ARGUMENTS = {
     "after_step": ("options", "memory", "metrics"),
     "rests": ("options", "config", "role"),
     "validate": ("options", "config"),
+    "metric_name": ("role", "metric"),
     "loss_aggregation": ("options",),
     "extras": ("options",),
     "divergence": ("options",),

@@ -160,14 +160,15 @@ def _explicit_prompt(row: Mapping[str, Any], where: str, prompt_column: str) -> 
         cast(Messages, check_prompt(value, f"{where}: the {side} completion"))
         for side, value in zip(SIDES, values, strict=True)
     ]
-    shared = 0
-    while shared < min(map(len, chats)) and chats[0][shared] == chats[1][shared]:
+    # The last turn is what is compared, where it is the same in both as well.
+    shared, most = 0, min(map(len, chats)) - 1
+    while shared < most and chats[0][shared] == chats[1][shared]:
         shared += 1
     rest = [chat[shared:] for chat in chats]
     if any(len(turns) != 1 or turns[0]["role"] != "assistant" for turns in rest):
         raise UserError(
             f"{where}: chosen and rejected share their first {shared} turns, behind which they have {len(rest[0])} and "
-            f"{len(rest[1])}. They must begin with the same turns and differ in one last turn of the assistant."
+            f"{len(rest[1])}. They must begin with the same turns and end with one turn of the assistant each."
         )
     return {**row, name or "prompt": chats[0][:shared], **dict(zip(SIDES, rest, strict=True))}
 

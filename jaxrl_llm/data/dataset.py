@@ -40,10 +40,10 @@ class PromptData:
       order: replaces ``epoch_order`` (called with the epoch), for tests.
 
     Attributes:
-      counts: ``rows`` read, ``kept``, ``filtered`` and ``truncated``.
+      counts: ``rows`` read, ``kept``, ``filtered``, ``truncated``, ``equal`` pairs; see `load_examples`.
 
     Raises:
-      UserError: no row, none left after the filter, fewer than one batch, an overlong row where that is an error.
+      UserError: what `load_examples` refuses, or fewer rows than one batch.
     """
 
     def __init__(

@@ -8,6 +8,7 @@ import logging
 import zlib
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm.config import DataConfig
@@ -93,11 +94,13 @@ def load_examples(
     assistant; ``preference``: ``response_ids`` (chosen) and ``rejected_ids``; ``label``: ``response_ids`` and
     ``label``.
 
-    Returns the examples in file order, and the counts ``rows`` (read), ``kept``, ``filtered`` and ``truncated``.
-    One warning says how many rows were left out or cut, and names the first.
+    Returns the examples in file order, and the counts ``rows`` (read), ``kept``, ``filtered``, ``truncated`` and, of
+    pairs, ``equal`` (whose completions are the same tokens, after the cut). One warning says how many rows were left
+    out or cut, and names the first; one more does so for equal pairs.
 
     Raises:
-      UserError: no row, none left after the filter, an overlong row under ``error``, a row of the wrong form.
+      UserError: no row, none left after the filter, an overlong row under ``error``, a row of the wrong form, no pair
+        whose completions differ.
     """
     limit = LengthLimit(max_prompt_tokens, max_response_tokens, config.overlong_prompts)
     rows = enumerate(iterate_rows(path))
@@ -122,9 +125,10 @@ def load_examples(
             f"All {num_rows} rows of {path} are {limit.told}, and data.overlong_prompts = 'filter' leaves none. Raise "
             "the limit or choose 'truncate_left'."
         )
+    equal = _report_equal(path, kept)
     truncated = len(overlong) if limit.truncates else 0
     counts = {"rows": num_rows, "kept": len(kept), "filtered": num_rows - len(kept), "truncated": truncated}
-    return kept, counts
+    return kept, {**counts, "equal": equal} if kind == "preference" else counts
 
 
 def encode_rows(
@@ -138,7 +142,8 @@ def encode_rows(
     """Rows that a caller brings, encoded like those of a file; none is left out. ``kind`` as in `load_examples`.
 
     Raises:
-      UserError: a row of the wrong form, or one that is too long where ``config.overlong_prompts`` doesn't cut it.
+      UserError: a row of the wrong form, or one that is too long where ``config.overlong_prompts`` doesn't cut it; no
+        pair whose completions differ.
     """
     limit = LengthLimit(config.max_prompt_tokens, max_response_tokens, config.overlong_prompts)
     where = [f"Example {index}" for index in range(len(rows))]
@@ -149,6 +154,7 @@ def encode_rows(
                 raise UserError(f"{name} is {limit.told}. Shorten it, or raise the limit.")
             example = limit.cut(example, tokenizer)
         found.append(example)
+    _report_equal("the examples", found)
     return found
 
 
@@ -215,11 +221,36 @@ def _report(path: str, limit: LengthLimit, overlong: list[int], num_rows: int) -
     """One message for all rows; it is an error under the rule ``error``."""
     if not overlong:
         return
-    named = ", ".join(map(str, overlong[:NAMED_ROWS])) + (", …" if len(overlong) > NAMED_ROWS else "")
-    text = f"{len(overlong)} of {num_rows} rows of {path} are {limit.told}: row {named}"
+    text = f"{len(overlong)} of {num_rows} rows of {path} are {limit.told}: row {_named(overlong)}"
     if limit.rule == "error":
         raise UserError(f"{text}. data.overlong_prompts = 'error' refuses them; 'filter' leaves them out.")
     action = "They are left out" if limit.rule == "filter" else f"They are cut ({limit.rule})"
     if limit.rule == "truncate_right":
         action += ", so the end of the prompt is gone, the header of the assistant's turn included"
     log.warning("%s. %s.", text, action)
+
+
+def _report_equal(source: str, examples: Sequence[Example]) -> int:
+    """How many pairs prefer a completion to itself, in one message: an error where all do."""
+    equal = [
+        example.row
+        for example in examples
+        if example.rejected_ids is not None and np.array_equal(example.rejected_ids, example.response_ids)
+    ]
+    if not equal:
+        return 0
+    text = (
+        f"chosen and rejected are the same tokens in {len(equal)} of {len(examples)} pairs of {source}: "
+        f"row {_named(equal)}"
+    )
+    if len(equal) == len(examples):
+        raise UserError(
+            f"{text}. There is nothing to learn from them. Look at the two columns, and where completions are cut "
+            "(data.overlong_prompts) at rollout.max_new_tokens."
+        )
+    log.warning("%s. Nothing is learned from these, but they count in the means of their batches.", text)
+    return len(equal)
+
+
+def _named(rows: Sequence[int]) -> str:
+    return ", ".join(map(str, rows[:NAMED_ROWS])) + (", …" if len(rows) > NAMED_ROWS else "")

@@ -10,6 +10,7 @@ import pytest
 from jaxrl_llm import config as configs
 from jaxrl_llm.algorithms import ippo
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.loading import load_model
 from jaxrl_llm.observability.timing import PhaseTimer
 from jaxrl_llm.trainer import StepContext, Trainer
 from jaxrl_llm.types import Example, Rollouts
@@ -112,8 +113,9 @@ def test_evaluation_judges_the_last_answer_of_each_prompt():
 
 def test_metrics_keep_their_ending():
     """Caught: a largest value that is averaged over updates, because its name no longer ends so."""
-    assert ippo._with("rollout/logprob_diff_max", "_1") == "rollout/logprob_diff_1_max"
-    assert ippo._with("loss/value", "_1") == "loss/value_1"
+    assert ippo.metric_name("policy_1", "rollout/logprob_diff_max") == "rollout/logprob_diff_1_max"
+    assert ippo.metric_name("critic_12", "loss/value") == "loss/value_12"
+    assert ippo.metric_name("critic", "loss/value") == "loss/value"
 
 
 # --- with the tiny model --------------------------------------------------------------------------------------------
@@ -140,10 +142,11 @@ def test_one_agent_is_ppo_to_the_bit():
 
 
 def test_nothing_crosses_between_agents(tmp_path):
-    """On a fixed episode: another agent's parameters leave an agent's update as it is, bit for bit; and every request
-    for an answer has random numbers of its own.
+    """On a fixed episode: another agent's parameters leave an agent's update as it is, bit for bit; every request for
+    an answer has random numbers of its own; and what is compiled serves all agents.
 
-    Against: a critic that all agents read; one policy's log-probs for all; all agents drawing with the same seeds.
+    Caught: a critic that all agents read; one policy's log-probs for all; all agents drawing with the same seeds; a
+    program for each agent.
     """
     trainer = make_trainer(**{"training.epochs": 2})
     seeds, generate = [], trainer.rollout.engine.generate
@@ -175,6 +178,10 @@ def test_nothing_crosses_between_agents(tmp_path):
     second, _ = updated(("policy_1", "critic_1"))
     first, _ = updated(("policy", "critic"))
     trainer.close()
+    for one, other in zip(ippo.names(0), ippo.names(1), strict=True):
+        one, other = trainer.models[one], trainer.models[other]
+        assert one.update.__wrapped__ is other.update.__wrapped__ and one.update is not other.update
+        assert one.values is other.values and one.logprobs is other.logprobs
     assert {"loss/policy", "loss/policy_1", "loss/value_1", "policy_1/grad_norm"} <= metrics.keys()
     for agent, other, changed in ((0, 1, second), (1, 0, first)):
         for name, moved in zip(ippo.names(agent), ippo.names(other), strict=True):
@@ -182,7 +189,8 @@ def test_nothing_crosses_between_agents(tmp_path):
 
 
 def test_a_saved_run_is_evaluated_with_all_its_agents(tmp_path):
-    """Caught: a reader that has the first agent alone, and stops at the second."""
+    """And each of them can be exported. Caught: a reader that has the first agent alone, and stops at the second; the
+    first agent written for the second; a critic written as a model that answers."""
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "3+4=", "answer": "7"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {"data.eval": str(tmp_path / "rows.jsonl"), "rewards": {"exact": {"function": "exact_match"}}}
@@ -198,6 +206,12 @@ def test_a_saved_run_is_evaluated_with_all_its_agents(tmp_path):
     jax.tree.map(
         np.testing.assert_array_equal, *[jax.device_get(one.roles["policy_1"].params) for one in (reader, trainer)]
     )
+    for role in ("policy", "policy_1"):
+        reader.export(tmp_path / role, role=role)
+        written = jax.device_get(load_model(tmp_path / role)[1])
+        assert same(written, {name: value for name, value in params_of(trainer, role).items() if name in written})
+    with pytest.raises(UserError, match=r"role = 'critic_1': a run of ippo can export policy, policy_1\."):
+        reader.export(tmp_path / "critic", role="critic_1")
     reader.close()
 
 

@@ -1,5 +1,7 @@
 """PPO's critic: which state a value is of, what it learns, and what is kept between steps."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -209,15 +211,38 @@ def test_the_adaptive_weight_is_kept_with_the_run(tmp_path):
 
 
 def test_a_shared_trunk_learns_both(tmp_path):
-    """One role with a value head, which generates and is exported. Against: a head without a gradient; a critic made
-    all the same."""
+    """One role with a value head, which generates and is exported; where its log-probs are read, the values come from
+    the same pass.
+
+    Caught: a head without a gradient; a critic made all the same; another pass for the values; log-probs in their
+    place; values of other parameters, or of other tokens than are asked for.
+    """
     shared = make_trainer(**{"algorithm.shared_trunk": True})
     assert list(shared.roles) == ["policy"]
     before = params_of(shared, "policy")
     assert not before["value_head"]["weight"].any()
     metrics, _ = shared.step(next(shared.data))
-    shared.close()
     after = params_of(shared, "policy")
+    sequences = ppo.on_policy.trained_sequences(fixed_rollouts(shared), np.arange(8) != 3)
+    fewer = dataclasses.replace(sequences, loss_mask=[mask & (n != 5) for n, mask in enumerate(sequences.loss_mask)])
+    passes, per_token, context = [], shared.per_token, StepContext(shared, PhaseTimer())
+    shared.per_token = lambda *arguments: passes.append(arguments[2]) or per_token(*arguments)
+    logprobs = context.logprobs("policy", sequences)
+    for asked, kinds in ((sequences, ["both"]), (sequences, ["values"]), (fewer, ["both", "values"])):
+        if asked is fewer:
+            context.logprobs("policy", sequences)
+        values = context.values("policy", asked)
+        assert passes == kinds
+        passes.clear()
+        for one, expected in zip(values, per_token("policy", asked, "values"), strict=True):
+            np.testing.assert_allclose(one[1:], expected, atol=1e-5)  # float32 sums in another order
+    for one, expected in zip(logprobs, per_token("policy", sequences, "logprobs"), strict=True):
+        np.testing.assert_allclose(one, expected, atol=1e-5)
+    context.logprobs("policy", sequences)
+    shared.roles["policy"] = dataclasses.replace(shared.roles["policy"], params=dict(shared.roles["policy"].params))
+    context.values("policy", sequences)
+    assert passes == ["both", "values"]
+    shared.close()
     moved = jax.tree.map(lambda new, old: np.abs(new - old).max(), after, before)
     assert min(jax.tree.leaves(moved)) > 0
     expected = metrics["loss/policy"] + shared.options.value_coef * metrics["loss/value"]

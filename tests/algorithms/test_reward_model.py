@@ -25,12 +25,14 @@ def outputs_of(ends):
 
 
 @pytest.mark.parametrize("row_tokens", [11, 40], ids=["a pair a row", "all in one row"])
-@pytest.mark.parametrize("with_margin", [False, True])
-def test_loss_gradient_and_metrics_equal_numpy(row_tokens, with_margin):
+@pytest.mark.parametrize("column", ["", "margin", "auto"])
+def test_loss_gradient_and_metrics_equal_numpy(row_tokens, column):
     """Caught: values before the last token; the sum over a completion; the margin with the other sign, or left out;
-    the centering of the difference."""
-    options = {"center_rewards_coefficient": 0.1, "margin_column": "margin" if with_margin else ""}
-    sequences, context = prepared(make_preferences(margin=MARGINS), **options)
+    the centering of the difference; `auto` taken for the name of a column, or for none; a row without a margin refused
+    by it."""
+    options = {"center_rewards_coefficient": 0.1, "margin_column": column}
+    given = [one or (None if column == "auto" else 0) for one in MARGINS]
+    sequences, context = prepared(make_preferences(margin=given), **options)
     scores = [4 * one + 5 for one in numbers("policy", sequences)]
     loss, metrics, gradient = over_rows(
         "reward_model", context.options, sequences, scores, outputs_of, row_tokens=row_tokens
@@ -39,7 +41,7 @@ def test_loss_gradient_and_metrics_equal_numpy(row_tokens, with_margin):
     def mean(values):
         last = np.array([one[-1] for one in values], np.float64)
         chosen, rejected = last[::2], last[1::2]
-        margin = np.array(MARGINS) if with_margin else 0.0
+        margin = np.array(MARGINS) if column else 0.0
         return (np.log1p(np.exp(rejected + margin - chosen)) + 0.1 * (chosen + rejected) ** 2).mean()
 
     assert loss == pytest.approx(mean(scores), rel=2e-6)  # float32

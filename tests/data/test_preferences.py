@@ -16,7 +16,7 @@ from jaxrl_llm.algorithms import sft
 from jaxrl_llm.config import DataConfig, RunConfig
 from jaxrl_llm.data.columns import map_row
 from jaxrl_llm.data.dataset import PromptData
-from jaxrl_llm.data.examples import load_examples
+from jaxrl_llm.data.examples import encode_rows, load_examples
 from jaxrl_llm.data.turns import encode_turns
 from jaxrl_llm.errors import UserError
 from tests.algorithms.test_grpo import FakeContext
@@ -125,7 +125,6 @@ def test_reference_numbers_stay_with_the_pair():
             {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c"), user("d"), assistant("e")]},
             "share their first 1 turns, behind which they have 1 and 3",
         ),
-        ({"chosen": IMPLICIT["chosen"], "rejected": IMPLICIT["chosen"]}, "behind which they have 0 and 0"),
         ({**TEXTS, "chosen": None}, "the chosen or the rejected completion is empty"),
         ({**TEXTS, "rejected": 3}, "row 3: the rejected completion is a int"),
         ({**CHATS, "chosen": [assistant("b"), user("c"), assistant("d")]}, "the chosen completion is a list"),
@@ -138,6 +137,35 @@ def test_rows_that_are_no_preferences(row: dict, message: str):
     """Caught: several turns behind the shared ones; numbers that are none, or infinite."""
     with pytest.raises(UserError, match=message):
         map_row(row, "row 3", kind="preference")
+
+
+def test_pairs_without_a_difference(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Counted and told of once, refused where all are so; of a file, and of rows that a caller brings. As texts, as
+    chats that are the same to their end, and as what a cut leaves.
+
+    Caught: no count; texts compared in place of what the cut leaves; a warning for each row; the last turn of equal
+    chats taken for a part of the prompt; none of the checks for a caller's rows.
+    """
+    same = [
+        {**TEXTS, "rejected": TEXTS["chosen"]},
+        {"chosen": IMPLICIT["chosen"], "rejected": IMPLICIT["chosen"]},
+        {**TEXTS, "chosen": "c d e", "rejected": "c d f"},
+    ]
+    path = write(tmp_path / "pairs.jsonl", [same[0], TEXTS, *same[1:]])
+    config, tokenizer = DataConfig(train=path, overlong_prompts="truncate_left"), tokenizer_of(PLAIN)
+    limits: dict[str, Any] = {"max_response_tokens": 2, "kind": "preference"}
+    kept, counts = load_examples(config, tokenizer, path, max_prompt_tokens=99, **limits)
+    assert counts == {"rows": 4, "kept": 4, "filtered": 0, "truncated": 4, "equal": 3}
+    assert [words(one.prompt_ids) for one in kept] == ["<bos> U: a b <eos> | A:"] * 4
+    assert [words(one.rejected_ids) for one in kept] == ["c d", "e <eos>", "c d", "c d"]
+    (told,) = [line for line in caplog.messages if "the same tokens" in line]
+    assert f"in 3 of 4 pairs of {path}: row 0, 2, 3." in told
+    assert load_examples(config, tokenizer, path, max_prompt_tokens=99, kind="preference")[1]["equal"] == 2
+    caplog.clear()
+    encode_rows(config, tokenizer, [TEXTS, same[1]], **limits)
+    assert [line for line in caplog.messages if "in 1 of 2 pairs of the examples: row 1." in line]
+    with pytest.raises(UserError, match=r"in 3 of 3 pairs of the examples: row 0, 1, 2\. There is nothing to learn"):
+        encode_rows(config, tokenizer, same, **limits)
 
 
 # -- Labels and completions --------------------------------------------------------------------------------------
