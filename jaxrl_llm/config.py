@@ -550,6 +550,11 @@ class RunConfig:
     """A whole run. Frozen and complete: what ``resolve`` returns has every derived value filled in."""
 
     seed: int = option(0, "Everything random follows from it.", low=0, high=2**32 - 1)
+    deterministic: bool = option(
+        False,
+        "On GPUs: the same bits in every run, by XLA's deterministic operations. It costs speed: sums that meet in one "
+        "place are put in order first, and products are not chosen by trying. CPUs have the same bits without.",
+    )
     num_steps: int = option(100, "Rollout batches to train on; 0 means data.num_epochs passes.", low=0, unit="steps")
     train_batch_size: int = option(64, "Prompts of one step.", low=1, unit="prompts")
     dtype: str = option(

@@ -131,12 +131,15 @@ def run(arguments: Sequence[str]) -> None:
 
     from jaxrl_llm import processes
     from jaxrl_llm.compilation_cache import enable_compilation_cache
+    from jaxrl_llm.determinism import require_deterministic
     from jaxrl_llm.observability.logs import show_logs
     from jaxrl_llm.observability.watchdog import Watchdog
     from jaxrl_llm.trainer import Trainer
 
     show_logs(config.log_level)
     enable_compilation_cache()
+    if config.deterministic:
+        require_deterministic()  # several processes start their devices when they join
     workdir = options.workdir or default_workdir(options.config)
     with Watchdog(config.watchdog_s):
         join(joining, heartbeat_s=config.processes.heartbeat_s, join_timeout_s=config.processes.join_timeout_s)

@@ -39,6 +39,7 @@ from jaxrl_llm.data.examples import encode_rows, fingerprint, load_examples
 from jaxrl_llm.data.prompts import encode_all, require_eos
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.engine import OnText
+from jaxrl_llm.determinism import require_deterministic
 from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
 from jaxrl_llm.models.classifier import export_classifier
@@ -87,6 +88,8 @@ class Trainer:
         read_only: bool = False,
         devices: Sequence[Any] | None = None,
     ):
+        if config.deterministic:
+            require_deterministic()  # before the devices start
         devices = jax.devices() if devices is None else list(devices)
         self.config = config = configs.with_mesh(config, len(devices))
         self.groups = DeviceGroups.of(config, devices)

@@ -162,7 +162,7 @@ class Forward:
             return TeacherReading(hidden, self.decoder.output_weight(params))
         temperature = jnp.float32(self.temperature)
         candidates = self.decoder.top_k_logprobs(
-            params, hidden, temperature, k=divergence.top_k, chunk_tokens=self.chunk_tokens
+            params, hidden, rows.loss_mask, temperature, k=divergence.top_k, chunk_tokens=self.chunk_tokens
         )
         return TeacherReading(candidates=candidates)
 

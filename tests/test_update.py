@@ -142,9 +142,9 @@ def assert_same_step(params, metrics, clip_norm=0.0):
     ids=["micro-batches", "packed", "padded", "shared prompts", "shared in part"],
 )
 def test_split_and_packing_do_not_change_the_update(split):
-    """Caught: weights normalised per micro-batch; positions that run on over a row; a mask that lets
-    one packed sequence see another; a loop that also runs over the empty micro-batches; a completion that
-    does not see its prompt, or sees another completion; a first token predicted by the wrong column."""
+    """Case T25 (rows of 16 columns and of 7 more). Caught: weights normalised per micro-batch; positions that run on
+    over a row; a mask that lets one packed sequence see another; a loop that also runs over the empty micro-batches; a
+    completion that does not see its prompt, or sees another completion; a first token predicted by the wrong column."""
     assert_same_step(*one_sgd_step(**split))
 
 

@@ -559,6 +559,7 @@ class Engine:
             for num_columns in self._buckets.columns:
                 self._run_decode(gen_params, nobody, num_rows, num_columns)
         self._kept = None
+        logger.info("generation: %d programs compiled, all that any request can need", self.stats.compiles)
         return self.stats.compiles
 
     def decode_text(self, gen_params: Params) -> str | None:

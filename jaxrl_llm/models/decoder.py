@@ -29,6 +29,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxrl_kernels import token_chunks
 from jaxrl_kernels.row_attention.api import NO_WINDOW, row_attention
 from jaxrl_kernels.token_logprobs.api import token_logprobs
 from jaxrl_llm.models import arrangement, low_precision, pipeline
@@ -287,31 +288,39 @@ class Decoder:
         self,
         params: Params,
         hidden: Float[Array, "R T D"],
+        loss_mask: Bool[Array, "R T"],
         temperature: Float[Array, ""] | float,
         *,
         k: int,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     ) -> tuple[Int[Array, "R T k"], Float[Array, "R T k"]]:
-        """The k likeliest tokens at each column as its predecessor predicts it, and their log-probs, float32; column 0,
-        which has none, holds what column 0 of the last row would predict.
+        """The k likeliest tokens at each column as its predecessor predicts it, and their log-probs, float32; 0 where
+        ``loss_mask`` is False or there is no predecessor, and nothing is projected for chunks of such columns alone.
 
         Args:
           k: at most the vocabulary.
           chunk_tokens: logits exist for this many tokens at a time, over all rows.
         """
-        before = jnp.roll(hidden, 1, axis=1).reshape(-1, hidden.shape[-1])
-        count = len(before)
-        chunk = min(chunk_tokens, count)
-        padded = jnp.pad(before, [(0, -count % chunk), (0, 0)]).reshape(-1, chunk, before.shape[1])
+        axes = splitting_axes(rows=hidden.shape[0], vocab=self.config.padded_vocab_size)
+        weight = self.output_weight(params)
+        chunks, num_used, restore = token_chunks.chunks({"hidden": hidden}, {}, loss_mask, chunk_tokens, axes)
 
-        def one(states: Float[Array, "c D"]) -> tuple[Int[Array, "c k"], Float[Array, "c k"]]:
-            logprobs = jax.nn.log_softmax(self.logits(params, states) / temperature, axis=-1)
-            values, ids = jax.lax.top_k(logprobs, k)
-            return ids, values
+        def one(index: Int[Array, ""], chunk: dict[str, Array]) -> tuple[Array, tuple[Array, Array]]:
+            mask = chunk["mask"]
+            shape = (*mask.shape, k)
 
-        ids, values = jax.lax.map(one, padded)
-        shape = (*hidden.shape[:2], k)
-        return ids.reshape(-1, k)[:count].reshape(shape), values.reshape(-1, k)[:count].reshape(shape)
+            def compute() -> tuple[Array, Array]:
+                tempered = mask, jnp.full(mask.shape, temperature, jnp.float32), self.config.vocab_size, axes
+                logprobs = jax.nn.log_softmax(token_chunks.logits(chunk["hidden"], weight, *tempered), axis=-1)
+                values, ids = jax.lax.top_k(logprobs, k)
+                kept = mask[..., None]
+                return jnp.where(kept, ids.reshape(shape), 0), jnp.where(kept, values.reshape(shape), 0.0)
+
+            nothing = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+            return index + 1, token_chunks.if_used(index < num_used, axes, compute, lambda: nothing)
+
+        _, (ids, values) = jax.lax.scan(one, jnp.int32(0), chunks)
+        return restore(ids), restore(values)
 
     # --- generation -------------------------------------------------------------------------------------------
 

@@ -120,7 +120,7 @@ def run_config(steps):
 
 
 def test_a_resumed_run_draws_what_an_undisturbed_one_draws(tmp_path):
-    """Bit for bit: nothing is held over to the next step, and the data goes on behind the last prompt that was drawn.
+    """Case C13, bit for bit: nothing is held over to the next step, and the data goes on behind the last prompt drawn.
 
     Caught: a position in the data that counts steps.
     """

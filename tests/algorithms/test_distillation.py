@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_kernels import token_chunks
 from jaxrl_llm import packing
 from jaxrl_llm.algorithms.distillation import DISTILLATION
 from jaxrl_llm.algorithms.interface import Divergence, Sequences
@@ -105,6 +106,31 @@ def test_the_divergence_of_the_update_is_that_of_the_distributions():
     difference = jax.tree.map(lambda a, b: np.square(a - b).sum(), gradient, wanted)
     assert np.sqrt(sum(jax.tree.leaves(difference))) < 1e-5 * norm
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(of_teacher))
+
+
+def test_likeliest_tokens_are_of_trained_columns_alone(monkeypatch):
+    """Two rows of 12, of which 2 and 1 tokens are trained, in chunks of 3 columns a row. Caught: chunks without a
+    trained token projected too."""
+    model, params = tiny_model(0, num_layers=1, windows=(None,))
+    generator = np.random.default_rng(2)
+    hidden = jnp.asarray(generator.normal(size=(2, 12, model.config.hidden_size)), jnp.float32)
+    mask = np.zeros((2, 12), bool)
+    mask[0, [4, 9]] = mask[1, 11] = True
+    runs, project = [], token_chunks.logits
+
+    def counting(*arguments):
+        jax.debug.callback(lambda: runs.append(1))
+        return project(*arguments)
+
+    monkeypatch.setattr(token_chunks, "logits", counting)
+    ids, logprobs = model.top_k_logprobs(params, hidden, jnp.asarray(mask), TEMPERATURE, k=4, chunk_tokens=6)
+    jax.effects_barrier()
+    assert len(runs) == 1
+    expected = jax.nn.log_softmax(model.logits(params, jnp.roll(hidden, 1, axis=1))[..., :61] / TEMPERATURE)
+    best = np.argsort(-np.asarray(expected), axis=-1)[..., :4]
+    np.testing.assert_array_equal(ids, np.where(mask[..., None], best, 0))
+    wanted = np.where(mask[..., None], np.take_along_axis(np.asarray(expected), best, -1), 0)
+    np.testing.assert_allclose(logprobs, wanted, atol=1e-5)  # float32 sums over a vocabulary
 
 
 def test_the_loss_is_the_mean_divergence_of_what_the_policy_wrote():

@@ -22,8 +22,9 @@ def few(monkeypatch):
         *some("prefill_attention", "cached_to_mid_page"),
         *some("row_attention", "shorter_than_a_block"),
         *some("token_logprobs", "padded_vocabulary", "nothing_counts"),
+        *some("token_divergence", "student_padded_more", "student_padded_more, top 5"),
     ]
-    assert len(chosen) == 6
+    assert len(chosen) == 8
     first = {problem.kernel: problem for problem in reversed(problems.large(problems.SIZES["tiny"]))}
     monkeypatch.setattr(problems, "shared", lambda: chosen)
     monkeypatch.setattr(problems, "large", lambda size: list(first.values()))
@@ -46,6 +47,7 @@ def test_right_kernels(few, tmp_path, capsys):
         ("row_attention", ""),
         ("row_attention", "gradient"),
         ("token_logprobs", "gradient"),
+        ("token_divergence", "gradient"),
     }
     for entry in figures["timed"]:
         limit = figures["copy_bytes_per_s"] if entry["unit"] == "B/s" else figures["product_flops_per_s"]
@@ -105,6 +107,8 @@ def test_work_is_counted_by_hand():
     assert shared["gradient"] == 3.5 * shared[""]
     last = by_name["64 tokens, width 16, vocabulary 64"].flops
     assert last == {"": 2 * 64 * 16 * 64, "gradient": 4 * 2 * 64 * 16 * 64}
+    both = by_name["64 tokens, two models of width 16, vocabulary 64"].flops
+    assert both == {"": 2 * last[""], "gradient": 6 * last[""]}
 
 
 def test_seconds_are_of_one_call(monkeypatch):

@@ -14,6 +14,8 @@ from jaxrl_kernels import gpu_compile, triton_tiles
 from jaxrl_kernels.paged_attention import api, pallas_triton
 from jaxrl_kernels.prefill_attention.api import prefill_attention
 from jaxrl_kernels.row_attention.api import row_attention
+from jaxrl_kernels.token_divergence.api import token_divergence, top_k_divergence
+from jaxrl_kernels.token_logprobs.api import token_logprobs
 
 MISSING = gpu_compile.missing()
 needs_plugin = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
@@ -313,3 +315,45 @@ def test_row_attention_split_over_eight_devices():
     results = re.findall(rf"= ([^=%]*) (?:{COLLECTIVE.pattern})[\w-]*\(", report.text)
     assert {shape for result in results for shape in re.findall(r"\w+\[[\d,]*\]", result)} == {"f32[]"}
     assert gpu_compile.compile(jax.jit(row_step("auto")), *arguments, mesh=mesh).kernels == ()
+
+
+# --- projections to the vocabulary ------------------------------------------------------------------------------------
+
+TOKENS, WIDTH, VOCABULARY, CHUNK = 2048, 64, 4096, 256
+
+
+def projection_step(name):
+    """A kernel of the output projection with its gradient, and the shapes of its arguments."""
+    struct = jax.ShapeDtypeStruct
+    hidden, weight = struct((1, TOKENS, WIDTH), jnp.bfloat16), struct((VOCABULARY, WIDTH), jnp.bfloat16)
+    ids, mask = struct((1, TOKENS), jnp.int32), struct((1, TOKENS), jnp.bool_)
+    likeliest = struct((1, TOKENS, 8), jnp.int32), struct((1, TOKENS, 8), jnp.float32)
+    function, others = {
+        "token_logprobs": (token_logprobs, (ids, mask)),
+        "token_divergence": (token_divergence, (hidden, weight, mask)),
+        "top_k_divergence": (top_k_divergence, (*likeliest, mask)),
+    }[name]
+
+    def loss(hidden, weight, *others):
+        out = function(hidden, weight, *others, 1.0, chunk_tokens=CHUNK)
+        return sum(one.sum() for one in jax.tree.leaves(out))
+
+    return jax.value_and_grad(loss, argnums=(0, 1)), (hidden, weight, *others)
+
+
+@pytest.mark.parametrize("name", ["token_logprobs", "token_divergence", "top_k_divergence"])
+def test_projections_lower_for_h200(name):
+    """Forward and backward: nothing is larger than a chunk's logits. Caught: a chunk of all tokens."""
+    function, arguments = projection_step(name)
+    text = gpu_compile.lower(function, *arguments)
+    assert gpu_compile.kernel_targets(text) == ()
+    assert largest_array(r"tensor<((?:\d+x)+)(?:bf16|f32|i32|i1)>", text) == CHUNK * VOCABULARY < TOKENS * VOCABULARY
+
+
+@needs_plugin
+@pytest.mark.parametrize("name", ["token_logprobs", "token_divergence", "top_k_divergence"])
+def test_projections_compile_for_h200(name):
+    """In less memory than the logits of all tokens."""
+    function, arguments = projection_step(name)
+    report = gpu_compile.compile(jax.jit(function), *arguments)
+    assert report.kernels == () and report.temporary_bytes < TOKENS * VOCABULARY * 4

@@ -116,7 +116,7 @@ def _inputs(name: str, prompts: list[str], completions: list[str]) -> list[dict[
 
 @pytest.mark.parametrize("name", ["chat", "concat", "pair", "roberta"])
 def test_scores_equal_transformers(folders, texts, name):
-    """Nine texts of 3 to 90 tokens in rows of 32, 64 and 100, against one text at a time without padding.
+    """Case R13: nine texts of 3 to 90 tokens in rows of 32, 64 and 100, against one text at a time without padding.
 
     The tolerance is float32's: logits of size 1 to 4 after sums of up to 48 terms in another order (measured: below
     2e-6). Caught: prompts and completions of a batch mixed up; token types left out; scores read at the last column;

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 
 from jaxrl_kernels.bench import problems, results, timing
+from jaxrl_kernels.bench.problem import Problem
 from jaxrl_kernels.device import target_device
 
 
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"copy: {copy / 1e9:,.1f} GB/s; product of {size.dtype} matrices: {product / 1e12:,.2f} TFLOP/s\n", flush=True
     )
 
-    def chosen(all_problems: list[problems.Problem]) -> list[problems.Problem]:
+    def chosen(all_problems: list[Problem]) -> list[Problem]:
         return [problem for problem in all_problems if options.only in ("", problem.kernel)]
 
     big = chosen(problems.large(size))

@@ -1,79 +1,31 @@
 """What is checked and timed: the shared cases of every kernel, and a few shapes of real models."""
 
-import dataclasses
-import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_kernels.bench.problem import Call, Problem, Size, cast, random_array, wave
+from jaxrl_kernels.bench.projections import divergence_cases_of, divergence_large, logprobs_case, logprobs_large
 from jaxrl_kernels.paged_attention import api as paged
 from jaxrl_kernels.paged_attention import cases as paged_cases
 from jaxrl_kernels.prefill_attention import api as prefill
 from jaxrl_kernels.prefill_attention import cases as prefill_cases
 from jaxrl_kernels.row_attention import api as rows
 from jaxrl_kernels.row_attention import cases as rows_cases
+from jaxrl_kernels.token_divergence import api as divergence
+from jaxrl_kernels.token_divergence import cases as divergence_cases
 from jaxrl_kernels.token_logprobs import api as logprobs
 from jaxrl_kernels.token_logprobs import cases as logprobs_cases
-
-Call = Callable[[str, Any], tuple[jax.Array, ...]]
-"""``call(implementation, arrays)``, to be jitted."""
 
 IMPLEMENTATIONS = {
     "paged_attention": paged.IMPLEMENTATIONS,
     "prefill_attention": prefill.IMPLEMENTATIONS,
     "row_attention": rows.IMPLEMENTATIONS,
     "token_logprobs": logprobs.IMPLEMENTATIONS,
+    "token_divergence": divergence.IMPLEMENTATIONS,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Problem:
-    """One shape of one kernel.
-
-    Attributes:
-      kernel: a key of `IMPLEMENTATIONS`.
-      inputs: makes the arrays, a dict.
-      call: gives every output that is compared.
-      timed: what is timed, by name; empty for shapes that are only checked.
-      num_bytes: that the kernel has to read and write; 0 where products are its limit.
-      flops: of its products, by the name in ``timed``; a gradient has those of the forward pass too.
-    """
-
-    kernel: str
-    name: str
-    dtype: str
-    inputs: Callable[[], dict[str, Any]]
-    call: Call
-    timed: dict[str, Call] = dataclasses.field(default_factory=dict)
-    num_bytes: int = 0
-    flops: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """How big the shapes of real models are, so that a CPU and a test can run them too.
-
-    Attributes:
-      heads: query heads, key/value heads and head size.
-      batch: sequences of a decode step; ``context``: tokens that each has.
-      tokens: of a row in prefill and training.
-      width, vocabulary: of the output projection.
-      copy_bytes, product: what the device's own limits are measured with.
-    """
-
-    dtype: str
-    heads: tuple[int, int, int]
-    batch: int
-    context: int
-    tokens: int
-    width: int
-    vocabulary: int
-    copy_bytes: int
-    product: int
-
 
 SIZES = {
     "full": Size("bfloat16", (32, 8, 128), 64, 4096, 4096, 4096, 128256, 2 << 30, 8192),
@@ -88,7 +40,8 @@ def shared() -> list[Problem]:
         *[_paged_case(case) for case in paged_cases.CASES],
         *[_prefill_case(case) for case in prefill_cases.CASES],
         *[_rows_case(case) for case in rows_cases.CASES],
-        *[_logprobs_case(case) for case in logprobs_cases.CASES],
+        *[logprobs_case(case) for case in logprobs_cases.CASES],
+        *[problem for case in divergence_cases.CASES for problem in divergence_cases_of(case)],
     ]
 
 
@@ -110,7 +63,8 @@ def large(size: Size) -> list[Problem]:
         _rows(size, f"1 sequence of {tokens}", (((tokens,),),)),
         _rows(size, f"prompt of {tokens // 8} with 7 completions", (((tokens // 8,) * 8,),)),
         _rows(size, f"8 sequences of {tokens // 8}", (((tokens // 8,),) * 8,)),
-        _logprobs(size),
+        logprobs_large(size),
+        divergence_large(size),
     ]
 
 
@@ -143,9 +97,9 @@ def _paged(size: Size, name: str, lengths: tuple[int, ...], window: int | None =
             used += count
         shape = (len(order), page_size, num_kv_heads, head_size)
         return {
-            "q": _random(0, (len(lengths), num_heads, head_size), size.dtype),
-            "k_pages": _random(1, shape, size.dtype),
-            "v_pages": _random(2, shape, size.dtype),
+            "q": random_array(0, (len(lengths), num_heads, head_size), size.dtype),
+            "k_pages": random_array(1, shape, size.dtype),
+            "v_pages": random_array(2, shape, size.dtype),
             "page_table": jnp.asarray(table),
             "lengths": jnp.asarray(lengths, jnp.int32),
         }
@@ -177,7 +131,7 @@ def _prefill_call(**options: Any) -> Call:
 def _prefill_case(case: prefill_cases.Case) -> Problem:
     call = _prefill_call(scale=case.scale, window=case.window, soft_cap=case.soft_cap)
     return Problem(
-        "prefill_attention", case.name, case.dtype, lambda: _cast(prefill_cases.inputs(case), case.dtype), call
+        "prefill_attention", case.name, case.dtype, lambda: cast(prefill_cases.inputs(case), case.dtype), call
     )
 
 
@@ -187,7 +141,7 @@ def _prefill(size: Size, name: str, sequences: tuple[tuple[int, int], ...]) -> P
     case = prefill_cases.Case(name, sequences, num_tokens, num_heads, num_kv_heads, head_size, dtype=size.dtype)
 
     def inputs() -> dict[str, Any]:
-        arrays = _cast(prefill_cases.inputs(case), size.dtype)
+        arrays = cast(prefill_cases.inputs(case), size.dtype)
         if not any(cached for cached, _ in sequences):
             arrays |= {"k_pages": None, "v_pages": None, "context": None}  # the program of prompts alone
         return arrays
@@ -213,7 +167,7 @@ def _rows_calls(window: int | None = None, **options: Any) -> tuple[Call, Call]:
 
         def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
             (out,) = forward(implementation, {"q": q, "k": k, "v": v, **fields})
-            return (out.astype(jnp.float32) * _wave(out.shape)).sum(), out
+            return (out.astype(jnp.float32) * wave(out.shape)).sum(), out
 
         (_, out), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(arrays["q"], arrays["k"], arrays["v"])
         return out, *gradients
@@ -223,7 +177,7 @@ def _rows_calls(window: int | None = None, **options: Any) -> tuple[Call, Call]:
 
 def _rows_case(case: rows_cases.Case) -> Problem:
     _, call = _rows_calls(case.window, scale=case.scale, soft_cap=case.soft_cap)
-    return Problem("row_attention", case.name, case.dtype, lambda: _cast(rows_cases.inputs(case), case.dtype), call)
+    return Problem("row_attention", case.name, case.dtype, lambda: cast(rows_cases.inputs(case), case.dtype), call)
 
 
 def _rows(size: Size, name: str, groups: tuple[tuple[tuple[int, ...], ...], ...]) -> Problem:
@@ -238,87 +192,8 @@ def _rows(size: Size, name: str, groups: tuple[tuple[tuple[int, ...], ...], ...]
         "row_attention",
         name,
         size.dtype,
-        lambda: _cast(rows_cases.inputs(case), size.dtype),
+        lambda: cast(rows_cases.inputs(case), size.dtype),
         gradient,
         {"": forward, "gradient": gradient},
         flops={"": flops, "gradient": 3.5 * flops},  # two products forward, five backward (one of them again)
     )
-
-
-# -- Log-probabilities -------------------------------------------------------------------------------------------
-
-
-def _logprobs_calls(case: logprobs_cases.Case) -> tuple[Call, Call]:
-    def forward(implementation: str, arrays: Any) -> tuple[jax.Array, ...]:
-        return logprobs.token_logprobs(
-            **arrays,
-            temperature=0.7,
-            vocab_size=case.vocab_size,
-            chunk_tokens=case.chunk_tokens,
-            implementation=implementation,
-        )
-
-    def gradient(implementation: str, arrays: Any) -> tuple[jax.Array, ...]:
-        fields = {name: value for name, value in arrays.items() if name not in ("hidden", "weight")}
-
-        def loss(hidden: jax.Array, weight: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-            outputs = forward(implementation, {"hidden": hidden, "weight": weight, **fields})
-            wave = _wave(outputs[0].shape)
-            return (outputs[0] * wave).sum() + 0.3 * (outputs[1] * wave[::-1]).sum(), outputs
-
-        (_, outputs), gradients = jax.value_and_grad(loss, (0, 1), has_aux=True)(arrays["hidden"], arrays["weight"])
-        return *outputs, *gradients
-
-    return forward, gradient
-
-
-def _logprobs_inputs(case: logprobs_cases.Case) -> dict[str, Any]:
-    random = np.random.default_rng(0)
-    shape = case.num_rows, case.num_tokens
-    return {
-        "hidden": _random(1, (*shape, case.width), case.dtype),
-        # Logits of a few units at any width.
-        "weight": _random(2, (case.weight_rows, case.width), case.dtype, 1.2 / math.sqrt(case.width)),
-        "tokens": jnp.asarray(random.integers(0, case.vocab_size, shape), jnp.int32),
-        "mask": jnp.asarray(random.random(shape) < case.counted),
-    }
-
-
-def _logprobs_case(case: logprobs_cases.Case) -> Problem:
-    _, call = _logprobs_calls(case)
-    return Problem("token_logprobs", case.name, case.dtype, lambda: _logprobs_inputs(case), call)
-
-
-def _logprobs(size: Size) -> Problem:
-    name = f"{size.tokens} tokens, width {size.width}, vocabulary {size.vocabulary}"
-    case = logprobs_cases.Case(
-        name, 1, size.tokens, size.width, size.vocabulary, size.vocabulary, 1024, 1.0, size.dtype
-    )
-    forward, gradient = _logprobs_calls(case)
-    product = 2.0 * size.tokens * size.width * size.vocabulary
-    return Problem(
-        "token_logprobs",
-        name,
-        size.dtype,
-        lambda: _logprobs_inputs(case),
-        gradient,
-        {"": forward, "gradient": gradient},
-        flops={"": product, "gradient": 4 * product},  # logits, again for the gradient, and its two products
-    )
-
-
-# -- Arrays ------------------------------------------------------------------------------------------------------
-
-
-def _random(seed: int, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> jax.Array:
-    """Normal numbers made on the device: a pool of gigabytes would take the host a minute."""
-    return jax.jit(lambda: (scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype))()
-
-
-def _cast(arrays: dict[str, np.ndarray], dtype: Any) -> dict[str, Any]:
-    return {name: jnp.asarray(value, dtype if value.dtype == np.float32 else None) for name, value in arrays.items()}
-
-
-def _wave(shape: tuple[int, ...]) -> jax.Array:
-    """A cotangent that no symmetry hides in."""
-    return jnp.cos(jnp.arange(math.prod(shape), dtype=jnp.float32)).reshape(shape)

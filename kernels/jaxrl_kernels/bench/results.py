@@ -10,7 +10,8 @@ import jax
 import numpy as np
 
 from jaxrl_kernels.bench import timing
-from jaxrl_kernels.bench.problems import IMPLEMENTATIONS, Problem
+from jaxrl_kernels.bench.problem import Problem
+from jaxrl_kernels.bench.problems import IMPLEMENTATIONS
 
 REFERENCE = "reference"
 
