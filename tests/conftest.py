@@ -21,10 +21,16 @@ os.environ.setdefault(
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+import cloudpickle
 from jaxtyping import install_import_hook
+
+import tests
 
 # Every annotation of the two packages is checked at each call: shapes, dtypes and plain types. As for a type
 # checker, an int passes where a float is expected.
 install_import_hook(
     ["jaxrl_llm", "jaxrl_kernels"], "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
 )
+
+# Reward workers get a test's function itself. By name each would import the test's file for it, and with that jax.
+cloudpickle.register_pickle_by_value(tests)
