@@ -3,6 +3,7 @@
 The environment is set before anything imports jax, which reads it once.
 """
 
+import gc
 import os
 import pathlib
 import tempfile
@@ -34,3 +35,11 @@ install_import_hook(
 
 # Reward workers get a test's function itself. By name each would import the test's file for it, and with that jax.
 cloudpickle.register_pickle_by_value(tests)
+
+
+def pytest_collection_finish():
+    """What is imported stays, and tracing makes many objects that go by themselves: to look for cycles as often as
+    Python does takes a fifth of a test's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 10, 10)
