@@ -36,6 +36,28 @@ install_import_hook(
 # Reward workers get a test's function itself. By name each would import the test's file for it, and with that jax.
 cloudpickle.register_pickle_by_value(tests)
 
+HERE = pathlib.Path(__file__).parent
+LONGEST = (
+    "test_trainer.py",
+    "decoding/test_engine.py",
+    "test_update_meshes.py",
+    "test_gpu_programs.py",
+    "test_tiny_configurations.py",
+    "test_staleness.py",
+    "launch/test_several_processes.py",
+    "test_placement.py",
+    "kernels/test_gpu_compile.py",
+    "models/test_decoder.py",
+    "test_plan.py",
+)
+"""Files that take the longest, in whole minutes on a slow machine."""
+
+
+def pytest_collection_modifyitems(items):
+    """Long files come first: at the end one would leave the other processes without work."""
+    place = {HERE / name: index for index, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
 
 def pytest_collection_finish():
     """What is imported stays, and tracing makes many objects that go by themselves: to look for cycles as often as
