@@ -1,6 +1,6 @@
 """The notebook interface."""
 
-import functools
+import dataclasses
 import inspect
 import itertools
 import re
@@ -15,18 +15,29 @@ import jaxrl_llm
 from jaxrl_llm import rl_trainer
 from jaxrl_llm.algorithms.interface import Sequences
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.trainer import Trainer
 
 OPTIONS = {
     "rollout.samples_per_prompt": 4,
     "rollout.num_slots": 8,
     "data.max_prompt_tokens": 8,
     "optimizer.learning_rate": 3e-4,
+    "training.micro_batch_tokens": 64,  # of 4096, few would be tokens here
 }
 
 
-def test_step_takes_any_number_of_prompts_and_a_local_function():
+class OnOneDevice(Trainer):
+    """With rows for a handful of tokens, whose programs compile and run faster."""
+
+    def __init__(self, config, *arguments, **named):
+        training = dataclasses.replace(config.training, micro_batch_tokens=64, row_tokens=64)
+        super().__init__(dataclasses.replace(config, training=training), *arguments, devices=jax.devices()[:1], **named)
+
+
+def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch):
     """Caught: a step that drops prompts beyond train_batch_size; a reward that must be importable; the second update of
     a step that takes the policy after the first one as the one that sampled (the run would stop itself)."""
+    monkeypatch.setattr(rl_trainer, "Trainer", OnOneDevice)
     seen = 0.5
 
     def reward(prompt, completion, answer):  # a closure, as in a notebook cell; not the same for all of a group
@@ -129,7 +140,7 @@ def test_rows_of_the_documentation_are_learned_from(algo, shown, metric, monkeyp
 
     Caught: a row taken for a prompt; chosen and rejected exchanged; the labels of KTO exchanged, or the sign of a loss.
     """
-    monkeypatch.setattr(rl_trainer, "Trainer", functools.partial(rl_trainer.Trainer, devices=jax.devices()[:1]))
+    monkeypatch.setattr(rl_trainer, "Trainer", OnOneDevice)
     names = {"RLTrainer": jaxrl_llm.RLTrainer}
     exec(BLOCKS[shown].replace(f'"{shown}"', f'"{algo}"'), names)
     with names["trainer"] as trainer:

@@ -26,11 +26,15 @@ def exact(prompt, completion, answer):
     return float(completion == answer)
 
 
-@pytest.fixture
-def rows_file(tmp_path):
-    file = tmp_path / "rows.jsonl"
+def written(folder):
+    file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return file
+
+
+@pytest.fixture
+def rows_file(tmp_path):
+    return written(tmp_path)
 
 
 def make_config(rows_file, **changes):
@@ -74,15 +78,28 @@ def assert_equal_runs(first, second, first_metrics, second_metrics, steps):
             assert first_metrics[step].get(name) == second_metrics[step].get(name), (step, name)
 
 
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory):
+    """One that nothing happens to, which the others end as."""
+    folder = tmp_path_factory.mktemp("whole")
+    return run(make_config(written(folder)), folder / "run")
+
+
+@pytest.fixture(scope="module")
+def whole_run_with_kl(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole_with_kl")
+    return run(make_config(written(folder), **{"algorithm.kl_coef": 0.05}), folder / "run")
+
+
 @pytest.mark.parametrize("stop_after", [2, 3], ids=["middle of an epoch", "border of an epoch"])
-def test_resume_equals_no_interruption(rows_file, tmp_path, stop_after):
+def test_resume_equals_no_interruption(rows_file, tmp_path, stop_after, whole_run_with_kl):
     """Bit for bit, with a reference model, warm-up and Adam (C01, C05, C07, C11, D05).
 
     Caught: a data position that is not restored; an optimizer count or moments that start again; a reference
     copied from the resumed policy (KL of 0); sampling keys counted from the start of the process.
     """
     config = make_config(rows_file, **{"algorithm.kl_coef": 0.05, "checkpoint.every_steps": stop_after})
-    whole, expected = run(config, tmp_path / "whole")
+    whole, expected = whole_run_with_kl
     _, before = run(config, tmp_path / "parts", steps=stop_after)
     assert max(before) == stop_after
     resumed, after = run(config, tmp_path / "parts")
@@ -135,9 +152,9 @@ def test_auto_computes_in_bfloat16_where_the_device_can(platform, capability, ex
     assert _compute_dtype(other, mesh) == np.dtype(other)
 
 
-def test_a_checkpoint_continues_on_another_mesh(rows_file, tmp_path):
+def test_a_checkpoint_continues_on_another_mesh(rows_file, tmp_path, whole_run):
     """Caught: restoring without the shardings of the new run."""
-    whole, expected = run(make_config(rows_file), tmp_path / "whole")
+    whole, expected = whole_run
     run(make_config(rows_file), tmp_path / "parts", steps=3)
     axes = {"mesh.fsdp": 2, "mesh.pipeline": 2}
     meshed = make_config(rows_file, **axes, **{"training.pipeline_micro_batches": 2})
@@ -153,7 +170,7 @@ def test_a_checkpoint_continues_on_another_mesh(rows_file, tmp_path):
     assert after[4]["reward/mean"] == expected[4]["reward/mean"]
 
 
-def test_sigterm_saves_and_resumes(rows_file, tmp_path):
+def test_sigterm_saves_and_resumes(rows_file, tmp_path, whole_run):
     """Caught: a signal that ends the run without a checkpoint; a handler that is left behind."""
     config = make_config(rows_file, **{"checkpoint.every_steps": 0})
     calls = []
@@ -174,7 +191,7 @@ def test_sigterm_saves_and_resumes(rows_file, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     resumed, metrics = run(config, tmp_path / "run")
-    whole, expected = run(make_config(rows_file), tmp_path / "whole")
+    whole, expected = whole_run
     assert_equal_runs(whole, resumed, expected, metrics, range(1, 7))
 
 
@@ -296,7 +313,7 @@ def test_grpo_learns_from_completions_of_8_bit_weights(tmp_path):
     config["rewards"] = {"exact": {"function": "exact_match"}}
     config.update(num_steps=14, train_batch_size=32)
     config["rollout"].update(max_new_tokens=4, num_slots=256, tokens_per_dispatch=4, weight_dtype="int8")
-    config["training"].update(mini_batch_size=16)
+    config["training"].update(mini_batch_size=16, micro_batch_tokens=512)  # small programs run faster on a CPU
     config["optimizer"].update(learning_rate=3e-4, weight_decay=0.0)
     config["checkpoint"].update(every_steps=0, save_final=False)
     config["mesh"].update(fsdp=1)
@@ -369,7 +386,7 @@ trainer.train()
 """
 
 
-def test_a_killed_run_resumes_to_the_same_end(rows_file, tmp_path):
+def test_a_killed_run_resumes_to_the_same_end(rows_file, tmp_path, whole_run):
     """SIGKILL in the middle of a step. Caught: reward workers left behind, which hold its output open; a run that saves
     only at its end."""
     root = str(pathlib.Path(__file__).parent.parent)
@@ -379,5 +396,5 @@ def test_a_killed_run_resumes_to_the_same_end(rows_file, tmp_path):
     assert (tmp_path / "killed" / "checkpoints" / "2").is_dir()  # the third was perhaps not complete
     config = make_config(rows_file, **{"checkpoint.every_steps": 1})
     resumed, metrics = run(config, tmp_path / "killed")
-    whole, expected = run(make_config(rows_file), tmp_path / "whole")
+    whole, expected = whole_run
     assert_equal_runs(whole, resumed, expected, metrics, range(1, 7))

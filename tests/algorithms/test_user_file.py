@@ -45,6 +45,7 @@ def make_config(name, **algorithm):
     config["rewards"] = {"longer": {}}
     config.update(num_steps=2, train_batch_size=2)
     config["rollout"].update(samples_per_prompt=2, max_new_tokens=4, num_slots=4)
+    config["training"].update(micro_batch_tokens=64)
     config["optimizer"].update(learning_rate=1e-3)
     config["checkpoint"].update(every_steps=0, save_final=False)
     config["mesh"].update(fsdp=1)
@@ -189,6 +190,7 @@ def test_a_changed_file_is_read_again(tmp_path):
 def test_rltrainer_takes_any_algorithm_that_generates(tmp_path):
     """Caught: a notebook interface for grpo alone."""
     options = {"rollout.samples_per_prompt": 4, "rollout.num_slots": 8, "data.max_prompt_tokens": 8}
+    options["training.micro_batch_tokens"] = 64
     arguments = {"reward": longer, "train_batch_size": 2, "rollout_len": 4, "options": options}
     name = f"{written(tmp_path, EXAMPLE)}:reinforce"
     with jaxrl_llm.RLTrainer("builtin:tiny_addition", algo=name, **arguments) as trainer:
