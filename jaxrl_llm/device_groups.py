@@ -1,4 +1,8 @@
-"""The devices of a run, divided into disjoint blocks: the policy's, and those of roles with devices of their own."""
+"""The devices of a run, divided into disjoint blocks: the policy's, and those of roles with devices of their own.
+
+Of several processes each gives an equal part of its devices to every block. So every process has a shard of every
+array, reads every result and saves its part, and all run the same programs in the same order as they do with one block.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxrl_llm import processes
 from jaxrl_llm.config import PlacementConfig, RunConfig
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.placement_rules import require_even_parts
 from jaxrl_llm.sharding import make_mesh
 
 
@@ -21,7 +24,7 @@ class DeviceGroups:
     """Which mesh each role is on.
 
     Attributes:
-      policy: the mesh of the policy's training, the first devices.
+      policy: the mesh of the policy's training, the first devices of each process.
       apart: the others, by the role that has given their sizes.
     """
 
@@ -37,22 +40,23 @@ class DeviceGroups:
           devices: all by default.
 
         Raises:
-          UserError: there are blocks, and several processes.
+          UserError: there are blocks, and the processes of the run can't have an equal part of each.
         """
         devices = jax.devices() if devices is None else list(devices)
-        if config.placement.blocks() and processes.count() > 1:
-            raise UserError(
-                f"placement.{next(iter(config.placement.blocks()))} is set in a run of {processes.count()} processes: "
-                "arrays go between blocks of devices within one process only. Leave placement out, or run one process "
-                "that has all devices."
-            )
-        blocks = {"policy": config.mesh, **config.placement.blocks()}
+        placement = config.placement
+        sizes = {"policy": config.mesh, **placement.blocks()}
+        if not placement.blocks():
+            return cls(placement, make_mesh(config.mesh, devices))
+        owned: dict[int, list[Any]] = {}
+        for device in devices:
+            owned.setdefault(device.process_index, []).append(device)
+        require_even_parts(config, [len(own) for own in owned.values()])
         meshes, start = {}, 0
-        for role, sizes in blocks.items():
-            end = start + math.prod(dataclasses.astuple(sizes))
-            meshes[role] = make_mesh(sizes, devices[start:end])
+        for role, mesh in sizes.items():
+            end = start + math.prod(dataclasses.astuple(mesh)) // len(owned)
+            meshes[role] = make_mesh(mesh, [device for own in owned.values() for device in own[start:end]])
             start = end
-        return cls(config.placement, meshes.pop("policy"), meshes)
+        return cls(placement, meshes.pop("policy"), meshes)
 
     def mesh(self, role: str) -> Mesh:
         """Where a role is: ``generation``, or a section of the configuration (`Role.section`, ``reward_model``)."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from jaxrl_llm.config import MeshConfig, RunConfig, _algorithm, default_row_tokens
 from jaxrl_llm.errors import UserError
@@ -85,6 +85,30 @@ def check_blocks(config: RunConfig) -> None:
             f"its block splits them into {wanted}. Give it a data times fsdp times pipeline that divides {rows}; "
             "tensor can take the other devices."
         )
+
+
+def require_even_parts(config: RunConfig, owned: Sequence[int]) -> None:
+    """What blocks need where a run has several processes.
+
+    Args:
+      owned: how many devices each process has.
+
+    Raises:
+      UserError: no equal part of each process's devices makes up every block.
+    """
+    count = len(owned)
+    sizes = {"mesh": config.mesh, **{f"placement.{role}": mesh for role, mesh in config.placement.blocks().items()}}
+    uneven = [f"{group} has {_size(mesh)}" for group, mesh in sizes.items() if _size(mesh) % count]
+    if not uneven and len(set(owned)) == 1:
+        return
+    problem = " and ".join(uneven) or f"the processes have {', '.join(map(str, owned))} devices"
+    raise UserError(
+        f"placement with {count} processes: each process gives an equal part of its devices to every block, so the "
+        f"devices of a block are a multiple of {count} and all processes have as many; {problem}. Change the sizes "
+        f"(mesh.…, placement.….…), or start another number of processes. A block on processes of its own is not "
+        "supported: with 8 devices in each of 2 processes, mesh.fsdp = 8 and placement.generation.fsdp = 8 are four "
+        "devices of each process."
+    )
 
 
 def _row_shards(config: RunConfig, mesh: MeshConfig) -> int:

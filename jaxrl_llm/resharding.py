@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -117,9 +118,7 @@ class BucketMover:
             if self.place.mesh is not self.place.view:
                 slot.array = on_mesh_of(slot.target, slot.array)
         jax.block_until_ready([slot.array for slot in self.pending])
-        self.copied_bytes += sum(
-            shard.data.nbytes for slot in self.pending if slot.fresh for shard in slot.array.addressable_shards
-        )
+        self.copied_bytes += sum(_bytes_on_devices(slot.array) for slot in self.pending if slot.fresh)
         self.pending, self.pending_bytes = [], 0
 
     def finish(self) -> int:
@@ -157,6 +156,12 @@ def on_mesh_of(target: NamedSharding, array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(
         array.shape, target, [shard.data for shard in array.addressable_shards]
     )
+
+
+def _bytes_on_devices(array: jax.Array) -> int:
+    """Of all shards, those of other processes too."""
+    sharding = array.sharding
+    return math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize * len(sharding.device_set)
 
 
 def received_bytes(

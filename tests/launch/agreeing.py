@@ -95,6 +95,40 @@ def which_reward_model(me: int) -> None:
     assert raised(lambda: rollout.Rollout.reward_model.func(run)) == expected
 
 
+def what_crosses(me: int) -> None:
+    """Arrays of the first device of each process come to the two others of each, whatever splits them before and after,
+    each byte once, and what both processes have does not go from one to the other. Again, nothing compiles."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from jaxrl_llm import crossing
+    from jaxrl_llm.observability.timing import CompileCounter
+
+    devices = np.array(jax.devices()).reshape(2, 3)
+    source, target = Mesh(devices[:, 0], ("x",)), Mesh(devices[:, 1:], ("x", "y"))
+    sources = [NamedSharding(source, PartitionSpec(*spec)) for spec in ((), ("x",), (None, "x"))]
+    targets = [NamedSharding(target, PartitionSpec(*spec)) for spec in ((), (("y", "x"),), (None, "x"), ("x", "y"))]
+    pairs = [(one, other) for one in sources for other in targets]
+    value = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
+    arrays = [processes.put(value, one) for one, _ in pairs] + [processes.put(np.array(3, jnp.bfloat16), sources[0])]
+    wanted = [*(other for _, other in pairs), targets[0]]
+    moved = crossing.cross(arrays, wanted)
+    with CompileCounter() as compiles:
+        again = crossing.cross(arrays, wanted)
+    assert compiles.count == 0
+    for other, *both in zip(wanted, moved, again, strict=True):
+        for one in both:
+            assert one.sharding == other and len(one.addressable_shards) == 2
+            for shard in one.addressable_shards:
+                np.testing.assert_array_equal(np.asarray(shard.data), value[shard.index] if one.ndim else 3)
+    route = crossing._route(value.shape, sources[0], targets[0])
+    ends = [
+        (one.process_index, other.process_index) for (_, one), other in zip(route.senders, route.receivers, strict=True)
+    ]
+    assert ends == [(0, 0), (0, 0), (1, 1), (1, 1)] and len(route.exchange.rounds) == 2
+
+
 def main() -> None:
     join(find(os.environ), heartbeat_s=10, join_timeout_s=60)
     import jax
@@ -103,7 +137,7 @@ def main() -> None:
     from jaxrl_llm.rewards.pool import RewardRunner
 
     me = processes.index()
-    assert (processes.count(), me, len(jax.devices())) == (2, int(os.environ["JAXRL_PROCESS"]), 2)
+    assert (processes.count(), me, len(jax.devices())) == (2, int(os.environ["JAXRL_PROCESS"]), 6)
 
     parts = processes.exchange(lambda: list(processes.share(5)))
     assert parts == [[0, 1], [2, 3, 4]]
@@ -128,8 +162,9 @@ def main() -> None:
     which_checkpoints(me)
 
     sharding = NamedSharding(Mesh(np.array(jax.devices()), ("d",)), PartitionSpec("d"))
-    placed = processes.put(np.arange(4, dtype=np.int32), sharding)
-    assert [shard.data.tolist() for shard in placed.addressable_shards] == [[[0, 1], [2, 3]][me]]
+    placed = processes.put(np.arange(6, dtype=np.int32), sharding)
+    assert [shard.data.tolist() for shard in placed.addressable_shards] == [[[0], [1], [2]], [[3], [4], [5]]][me]
+    what_crosses(me)
 
     def reward(prompt, completion, answer):
         if completion == "broken":

@@ -212,10 +212,11 @@ def flat(trainer: Trainer) -> np.ndarray:
 
 
 def test_processes_agree(tmp_path: pathlib.Path):
-    """`agreeing.py` on two processes. One that fails alone ends with its own code, soon, and not by an abort."""
+    """`agreeing.py` on two processes with three devices each. One that fails alone ends with its own code, soon, and
+    not by an abort."""
     environment = {
         "PYTHONPATH": PATHS,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=3",
         "GLIBC_TUNABLES": "",
     }
     start = time.monotonic()
