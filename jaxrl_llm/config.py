@@ -311,7 +311,12 @@ class RewardModelConfig:
         "", "A sequence classifier: of a decoder family, BERT or RoBERTa; folder or hub id. Empty: none."
     )
     weight: float = option(1.0, "Factor in the sum.")
-    max_tokens: int = option(1024, "Longer texts lose the beginning of their prompt.", low=1, unit="tokens")
+    max_tokens: int = option(
+        0,
+        "Longer texts lose the beginning of their prompt. 0: what the model can read, at most 1024.",
+        low=0,
+        unit="tokens",
+    )
     batch_tokens: int = option(8192, "Padded tokens scored at once.", low=1, unit="tokens")
     template: str = option(
         "auto",

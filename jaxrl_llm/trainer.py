@@ -64,6 +64,9 @@ from jaxrl_llm.workdir import CONFIG_FILE, Workdir
 
 logger = logging.getLogger(__name__)
 
+SPARSE = 0.2
+"""Rows that are less full are told of: most of what an update computes is padding then."""
+
 
 class Trainer:
     """One run: its model, its data, its state and its folder.
@@ -140,6 +143,7 @@ class Trainer:
         self.decoder = self.models[self.main].decoder
         self.memory = self.algorithm.init(self.options)
         self.step_index = 0
+        self._told_of_empty_rows = False
         self.row_shapes = {
             model.mesh: packing.RowShape.of(
                 config.training.row_tokens,
@@ -320,7 +324,7 @@ class Trainer:
                 values = {metric: float(value) for metric, value in jax.device_get(metrics).items()}
                 (found if had_rows else empty).setdefault(name, []).append(values)
 
-        tokens = columns = 0
+        tokens = columns = fullest = 0
         shared = {id(sequences): sequences for sequences in prepared.values()}
         roles = {key: [name for name, sequences in prepared.items() if id(sequences) == key] for key in shared}
         size = self.config.training.mini_batch_size
@@ -340,7 +344,8 @@ class Trainer:
                             batch, _ = self._pack(part, mesh)
                             packed[mesh] = batch, update.put_rows(batch, mesh)
                     batch, rows = packed[mesh]
-                    tokens += int((batch.rows.segment_ids > 0).sum())
+                    count = int((batch.rows.segment_ids > 0).sum())
+                    tokens, fullest = tokens + count, max(fullest, count)
                     columns += batch.num_micro_batches * batch.rows.tokens[0].size
                     with timer("update"):
                         finish(mesh)
@@ -369,8 +374,23 @@ class Trainer:
         for name in prepared:
             metrics |= mean_or_max(found.get(name) or empty.get(name, []))
         metrics["perf/row_fill"] = tokens / max(columns, 1)
+        self._tell_of_empty_rows(metrics["perf/row_fill"], fullest)
         metrics["perf/train_tokens_per_s"] = tokens / max(timer.seconds.get("update", 0.0), 1e-9)
         return metrics
+
+    def _tell_of_empty_rows(self, fill: float, tokens: int) -> None:
+        """Once, where updates of so many tokens compute mostly padding."""
+        length = self.config.training.row_tokens
+        enough = max(configs.longest_block(self.config), -(-tokens // batch_shards(self.mesh)))
+        if fill < SPARSE and 2 * enough <= length and not self._told_of_empty_rows:
+            self._told_of_empty_rows = True
+            logger.warning(
+                "rows of %d tokens are %.1f %% full: training.micro_batch_tokens = %d would hold an update like this "
+                "one in less time, with the same result",
+                length,
+                100 * fill,
+                enough,
+            )
 
     def _apart_teacher(self) -> ApartTeacher | None:
         """None where the update of the policy reads the teacher's parameters itself."""

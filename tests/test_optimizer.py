@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -70,3 +71,18 @@ def test_learning_rate(schedule):
     assert rate[4] == pytest.approx(1.0)
     assert rate[12] == pytest.approx(1.0 if schedule == "constant" else 0.1, abs=1e-6)
     assert all(later <= earlier for earlier, later in itertools.pairwise(rate[4:]))
+
+
+def test_the_program_of_one_cpu_copies_no_moments():
+    """Caught: moments that XLA copies when the program begins, since parameters and moments are both computed from
+    them."""
+    params = {name: jnp.ones((96, 64)) for name in "ab"}
+    optimizer = make_optimizer(OptimizerConfig(), 10)
+    state = optimizer.init(params)
+
+    def step(params, state, x):
+        gradients = jax.grad(lambda params: sum(jnp.tanh(x @ leaf).sum() for leaf in params.values()))(params)
+        return apply(optimizer, gradients, state, params, 1.0)
+
+    compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, jnp.ones((8, 96))).compile()
+    assert not [line for line in compiled.as_text().splitlines() if "f32[96,64]{1,0} copy(" in line]

@@ -34,9 +34,10 @@ class OnOneDevice(Trainer):
         super().__init__(dataclasses.replace(config, training=training), *arguments, devices=jax.devices()[:1], **named)
 
 
-def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch):
-    """Caught: a step that drops prompts beyond train_batch_size; a reward that must be importable; the second update of
-    a step that takes the policy after the first one as the one that sampled (the run would stop itself)."""
+def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch, caplog):
+    """Rows that are mostly padding are told of, once. Caught: told of in every step, or where they are full; a step
+    that drops prompts beyond train_batch_size; a reward that must be importable; the second update of a step that takes
+    the policy after the first one as the one that sampled (the run would stop itself)."""
     monkeypatch.setattr(rl_trainer, "Trainer", OnOneDevice)
     seen = 0.5
 
@@ -56,6 +57,10 @@ def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch):
             ]
             np.testing.assert_allclose(rollouts.rewards, expected)
             assert metrics["reward/mean"] == pytest.approx(np.mean(expected))
+        for fill, tokens in ((0.5, 20), (0.1, 40), (0.1, 20), (0.1, 20)):
+            trainer.trainer._tell_of_empty_rows(fill, tokens)
+        (told,) = (record.getMessage() for record in caplog.records if "rows of" in record.getMessage())
+        assert "rows of 64 tokens are 10.0 % full: training.micro_batch_tokens = 20 would" in told
         with pytest.raises(UserError, match="max_prompt_tokens"):
             trainer.step(["1+" * 40])
         with pytest.raises(UserError, match="answers"):

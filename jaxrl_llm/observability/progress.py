@@ -17,15 +17,15 @@ from rich.progress import (
 )
 from rich.progress import Progress as RichProgress
 
-KL_METRICS = ("kl/mean", "policy/approx_kl")
-"""What is shown as KL: from the reference where there is one, else from the policy before the step's updates."""
+KL_LABELS = {"kl/mean": "KL", "policy/approx_kl": "KL of a step"}
+"""The divergence that is shown: from the reference where there is one, else from the policy before the step."""
 
 _SHOWN = (
-    ("reward", ("reward/mean",), "{:.3f}"),
-    ("loss", ("loss/total",), "{:.3f}"),
-    ("KL", KL_METRICS, "{:.4f}"),
-    ("accuracy", ("eval/accuracy",), "{:.3f}"),
-    ("tokens/s", ("perf/generation_tokens_per_s",), "{:,.0f}"),
+    ("reward", "reward/mean", "{:.3f}"),
+    ("loss", "loss/total", "{:.3f}"),
+    *((label, name, "{:.4f}") for name, label in KL_LABELS.items()),
+    ("accuracy", "eval/accuracy", "{:.3f}"),
+    ("tokens/s", "perf/generation_tokens_per_s", "{:,.0f}"),
 )
 SECONDS_BETWEEN_LINES = 2.0
 
@@ -94,8 +94,9 @@ class Progress:
 def describe(metrics: Mapping[str, Any]) -> str:
     """The figures worth watching, in one line: those of ``metrics`` that are there and finite."""
     parts = []
-    for label, names, form in _SHOWN:
-        value = next((metrics[name] for name in names if name in metrics), math.nan)
-        if math.isfinite(value):
+    divergence = next((name for name in KL_LABELS if name in metrics), None)
+    for label, name, form in _SHOWN:
+        value = metrics.get(name, math.nan)
+        if math.isfinite(value) and (name not in KL_LABELS or name == divergence):
             parts.append(f"{label} {form.format(value)}")
     return "  ".join(parts)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from jaxrl_llm.observability.progress import KL_METRICS
+from jaxrl_llm.observability.progress import KL_LABELS
 
 Row = Mapping[str, float]
 
@@ -21,11 +21,13 @@ def summarize(rows: Sequence[Row], num_steps: int) -> list[tuple[str, str]]:
     """
     lines = [("steps", f"{max((int(row['step']) for row in rows), default=0)} of {num_steps}")]
     rewards, losses = _values(rows, "reward/mean"), _values(rows, "loss/total")
-    divergences = next((values for name in KL_METRICS if (values := _values(rows, name))), [])
+    kl, divergences = next(
+        ((KL_LABELS[name], found) for name in KL_LABELS if (found := _values(rows, name))), ("KL", [])
+    )
     for label, values, form in (
         ("mean reward", rewards, ".3f"),
         ("loss", [] if rewards else losses, ".3f"),  # a policy loss says nothing by itself
-        ("KL", divergences, ".4f"),
+        (kl, divergences, ".4f"),
     ):
         if values:
             tenth = max(len(values) // 10, 1)

@@ -68,7 +68,7 @@ class ModelScorer:
         self,
         path: str | Path,
         *,
-        max_tokens: int = 1024,
+        max_tokens: int = 0,
         batch_tokens: int = 8192,
         template: str = "auto",
         output: str = "logit",
@@ -84,10 +84,10 @@ class ModelScorer:
                 f"The reward model {str(path)!r} has the architecture {architecture!r}, which can't score a text here; "
                 f"supported are {', '.join((*CLASSIFIERS, *ENCODERS))}. Choose a model of one of these."
             )
-        if max_tokens < 1 or batch_tokens < 1:
+        if max_tokens < 0 or batch_tokens < 1:
             raise UserError(
-                f"The reward model has max_tokens = {max_tokens} and batch_tokens = {batch_tokens}; both must be at "
-                "least 1."
+                f"The reward model has max_tokens = {max_tokens} and batch_tokens = {batch_tokens}; they must be at "
+                "least 0 and 1."
             )
         if architecture in ENCODERS:
             longest = encoder_config(hf, str(local)).max_position
@@ -95,9 +95,10 @@ class ModelScorer:
             longest = config_from_hf({**hf, "architectures": [CLASSIFIERS[architecture]]}, str(local)).max_position
         if max_tokens > longest:
             raise UserError(
-                f"The reward model's max_tokens is {max_tokens}, but {str(path)!r} reads at most {longest} tokens. "
-                "Lower it."
+                f"reward_model.max_tokens is {max_tokens}, but {str(path)!r} reads at most {longest} tokens. Lower it, "
+                "or 0 for that."
             )
+        max_tokens = max_tokens or min(longest, 1024)
         labels = Labels.from_hf(hf)
         labels.check(label, output)
         self._tokenizer = load_tokenizer(local)

@@ -23,10 +23,10 @@ def test_one_line_says_what_matters():
 
 def test_without_a_reference_the_kl_of_the_update_is_shown():
     """Caught: no KL at all under algorithm.kl_coef = 0, the default."""
-    assert describe({"policy/approx_kl": 0.02}) == "KL 0.0200"
+    assert describe({"policy/approx_kl": 0.02}) == "KL of a step 0.0200"
     assert describe({"policy/approx_kl": 0.02, "kl/mean": 0.01}) == "KL 0.0100"
     rows = [{"step": 1, "policy/approx_kl": 0.02}, {"step": 2, "policy/approx_kl": 0.03}]
-    assert dict(summarize(rows, 2))["KL"] == "0.0200 → 0.0300"
+    assert dict(summarize(rows, 2))["KL of a step"] == "0.0200 → 0.0300"
     rows[1]["kl/mean"] = 0.01
     assert dict(summarize(rows, 2))["KL"] == "0.0100 → 0.0100"
     assert "KL" not in dict(summarize([{"step": 1, "loss/total": 2.0}], 1))

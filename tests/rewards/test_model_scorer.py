@@ -262,7 +262,7 @@ def test_on_a_mesh_scores_are_the_same(folders, texts, shape):
         ({"architectures": ["LlamaForCausalLM"]}, {}, "'LlamaForCausalLM'.*can't score.*Qwen3ForSeq.*, BertForSeq"),
         ({"architectures": ["GPT2ForSequenceClassification"]}, {}, "'GPT2ForSequenceClassification'.*supported are"),
         ({}, {"max_tokens": 129}, "max_tokens is 129, but .* reads at most 128 tokens"),
-        ({}, {"batch_tokens": 0}, "batch_tokens = 0; both must be at least 1"),
+        ({}, {"batch_tokens": 0}, "batch_tokens = 0; they must be at least 0 and 1"),
         ({}, {"label": 1}, r"label is 1, but its labels are 0 \(LABEL_0\)"),
         ({}, {"template": "chat"}, "no chat template"),
     ],
@@ -273,6 +273,11 @@ def test_what_can_not_be_is_refused(folders, tmp_path, changes, options, message
     (path / "config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(UserError, match=message):
         ModelScorer(path, **{"max_tokens": 32, **options})
+
+
+def test_by_default_it_reads_what_the_model_can(folders):
+    """Caught: 1,024 tokens whatever the model reads, which refused every model with a shorter context."""
+    assert max(tokens for _, tokens in ModelScorer(folders["concat"][0], batch_tokens=128).shapes) == 128
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
