@@ -447,8 +447,10 @@ class ProcessesConfig:
 class HybridEngineConfig:
     """How parameters move between the training and the generation layout, and what rests in the host's memory.
 
-    In an update the layers of `offload_actor_layers` are whole on the devices. Streaming them there was not built: the
-    compile-only GPU devices of jax 0.10.2 list no memory kinds, so nothing about it could be shown.
+    In an update the layers of `offload_actor_layers` are whole on the devices. A loop over layers can fetch one after
+    the other from the host (tried: equal bits on a CPU, and a program for an H200 that copies slices), but sums of
+    gradients and Adam's moments are stacks of all layers: they would have to be in two parts as well, wherever they are
+    kept, moved and saved.
     """
 
     bucket_bytes: int = option(256 * 2**20, "Bytes moved at once: bounds the extra memory.", low=1, unit="bytes")

@@ -13,7 +13,8 @@ class UserError(ValueError):
 
 
 class Preempted(Exception):
-    """The run was asked to end (SIGTERM) and has saved a checkpoint from which the same command resumes.
+    """The run was asked to end (SIGTERM) and has saved a checkpoint from which the same command resumes, or has learned
+    nothing yet.
 
     The command line exits with code 75, so that a scheduler can tell "start me again" from success and failure.
     """

@@ -14,7 +14,7 @@ A run of several processes is this command once a process, started by `python -m
 JobSet (`launch/joining.py`).
 
 Exit codes: 0 done · 2 bad input, or a run that is finished already · 3 the run stopped itself (a check failed) ·
-75 ended by SIGTERM after saving · 130 interrupted by Ctrl-C.
+75 ended by SIGTERM, after saving where there was something to save · 130 interrupted by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run_and_explain(arguments: Sequence[str] | None, own_process: bool) -> int:
     if arguments is None:
         from jaxrl_llm.allocator import restart_with_huge_pages
+        from jaxrl_llm.launch.ending import end_at_sigterm
 
         restart_with_huge_pages()
+        end_at_sigterm()
         arguments = sys.argv[1:]
     try:
         run(arguments)
@@ -132,6 +134,7 @@ def run(arguments: Sequence[str]) -> None:
     from jaxrl_llm import processes
     from jaxrl_llm.compilation_cache import enable_compilation_cache
     from jaxrl_llm.determinism import require_deterministic
+    from jaxrl_llm.launch.ending import end_with_others
     from jaxrl_llm.observability.logs import show_logs
     from jaxrl_llm.observability.watchdog import Watchdog
     from jaxrl_llm.trainer import Trainer
@@ -143,6 +146,7 @@ def run(arguments: Sequence[str]) -> None:
     workdir = options.workdir or default_workdir(options.config)
     with Watchdog(config.watchdog_s):
         join(joining, heartbeat_s=config.processes.heartbeat_s, join_timeout_s=config.processes.join_timeout_s)
+        end_with_others()
         if not processes.is_first():
             show_logs("warning")
         if options.command == "export":

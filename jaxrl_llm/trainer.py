@@ -42,6 +42,7 @@ from jaxrl_llm.decoding.engine import OnText
 from jaxrl_llm.determinism import require_deterministic
 from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
+from jaxrl_llm.launch.ending import left_to_training
 from jaxrl_llm.models.classifier import export_classifier
 from jaxrl_llm.models.export import export_model
 from jaxrl_llm.models.loading import load_config
@@ -212,7 +213,8 @@ class Trainer:
 
         Raises:
           RunStopped: a step failed its checks (`_check`); nothing of it was saved.
-          Preempted: SIGTERM arrived; the run was saved after the step in progress.
+          Preempted: SIGTERM arrived; the run was saved after the step in progress. Where it came before the first one
+            nothing was saved. (The command line ends at once then, see `launch.ending`.)
         """
         if self.data is None:
             raise UserError(
@@ -230,6 +232,9 @@ class Trainer:
                 self._evaluate(metrics)
                 with processes.agreement():
                     self.log.write(0, metrics)
+            left_to_training.set()  # `_sigterm` takes it back
+            if any(processes.exchange(self._preempted.is_set)):
+                raise Preempted(f"Before step {self.step_index + 1}: there was nothing to save.")
             logger.info("the first step compiles its programs, which takes longer than the steps after it")
             while self.step_index < self.total_steps:
                 metrics, rollouts = self._next_step(self.data)
@@ -706,13 +711,15 @@ class Trainer:
 
     @contextlib.contextmanager
     def _sigterm(self, then_ends: bool) -> Iterator[None]:
-        """While training, SIGTERM asks for a save after the step in progress. Only the main thread can listen."""
+        """While training, SIGTERM asks for a save after the step in progress, and before it for an end. Only the main
+        thread can listen."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
 
         def stop(*_: Any) -> None:
-            logger.info("SIGTERM: the step in progress is finished, then the run is saved")
+            if left_to_training.is_set():
+                logger.info("SIGTERM: the step in progress is finished, then the run is saved")
             self._preempted.set()
 
         previous = signal.signal(signal.SIGTERM, stop)
@@ -720,6 +727,7 @@ class Trainer:
             yield
         finally:  # without a moment in between, in which one process would end and leave the others waiting
             signal.signal(signal.SIGTERM, signal.SIG_IGN if then_ends and processes.count() > 1 else previous)
+            left_to_training.clear()
 
     def _check(self, metrics: dict[str, float], rollouts: Rollouts) -> None:
         """Stops a run that computes nonsense: before it is saved, but with its metrics and samples written.

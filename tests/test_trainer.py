@@ -16,6 +16,7 @@ import pytest
 from jaxrl_llm import config as configs
 from jaxrl_llm import processes
 from jaxrl_llm.errors import Preempted, RunStopped, UserError
+from jaxrl_llm.launch.ending import left_to_training
 from jaxrl_llm.trainer import Trainer, _compute_dtype
 from jaxrl_llm.workdir import Workdir
 
@@ -193,6 +194,17 @@ def test_sigterm_saves_and_resumes(rows_file, tmp_path, whole_run):
     resumed, metrics = run(config, tmp_path / "run")
     whole, expected = whole_run
     assert_equal_runs(whole, resumed, expected, metrics, range(1, 7))
+
+
+def test_sigterm_before_the_first_step_ends_the_run_without_one(rows_file, tmp_path):
+    """In the first evaluation. Caught: a first step that is begun."""
+    config = make_config(rows_file, **{"data.eval": str(rows_file)})
+    trainer = Trainer(config, tmp_path / "run", rewards={"exact": exact}, devices=jax.devices()[:1])
+    trainer.evaluate = lambda: os.kill(os.getpid(), signal.SIGTERM) or {}
+    trainer.step = None
+    with pytest.raises(Preempted, match="Before step 1"):
+        trainer.train()
+    assert not left_to_training.is_set()
 
 
 def test_sigterm_during_the_last_save_does_not_lose_it(rows_file, tmp_path):

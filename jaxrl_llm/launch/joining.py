@@ -20,9 +20,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jaxrl_llm.errors import UserError
 
@@ -32,6 +33,8 @@ COORDINATOR, PROCESSES, PROCESS = "JAXRL_COORDINATOR", "JAXRL_PROCESSES", "JAXRL
 LEAVING_S = 5  # an error of one process alone is not worth a longer wait for the others
 
 logger = logging.getLogger(__name__)
+
+_ending = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,14 +160,16 @@ def leave(code: int) -> None:
     would then abort all of them with a code that says nothing. From here on SIGTERM is ignored: it would take the code
     away, and ends nothing sooner.
     """
-    jax = sys.modules.get("jax")
-    if jax is None or not jax.distributed.is_initialized():
+    if coordinator_client() is None:
         return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    from jax._src.distributed import global_state  # no public name: whose failure this is must survive
+    end_together(code)
 
-    client, first = global_state.client, global_state.process_id == 0
-    assert client is not None  # jax.distributed is initialized
+
+def end_together(code: int) -> NoReturn:
+    """Ends this process of several when all others end too, or soon. The first thread that asks decides on the code."""
+    _ending.acquire()  # for ever
+    client, first = coordinator_client(), _global_state().process_id == 0
     try:
         client.wait_at_barrier("jaxrl_llm/leave", LEAVING_S * 1000)  # all have failed alike: together
     except Exception as error:  # noqa: BLE001 - the others go on or have ended; either way this one ends
@@ -172,6 +177,20 @@ def leave(code: int) -> None:
     if first:
         time.sleep(0.5)  # its service ends with it, and the others would be aborted before they have ended
     _end(code)
+
+
+def coordinator_client() -> Any:
+    """jax's connection to what all processes of the run know; None in a run of one."""
+    distributed = getattr(sys.modules.get("jax"), "distributed", None)  # jax may be half imported, by another thread
+    if distributed is None or not distributed.is_initialized():
+        return None
+    return _global_state().client
+
+
+def _global_state() -> Any:
+    from jax._src.distributed import global_state  # no public name: whose failure this is must survive
+
+    return global_state
 
 
 def _end(code: int) -> NoReturn:

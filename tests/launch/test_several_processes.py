@@ -171,7 +171,9 @@ def test_one_that_is_killed_and_one_that_is_asked_to_end_change_nothing(tmp_path
 def test_four_two_in_stages_and_one_go_on_with_the_same_run(tmp_path: pathlib.Path, alone: Alone):
     """A step by four processes with one device each, the next by two with one pipeline stage each, the last by one:
     every checkpoint is read by another number of processes, on another mesh, than has written it. Then all are asked to
-    answer with it."""
+    answer with it.
+
+    Caught: seeds of samples that depend on the number of processes; one process that scores for all."""
     file = write_run(tmp_path, REWARD.replace('process == "1"', "False"))  # nothing happens to anyone
     folder = tmp_path / "several"
 
@@ -226,3 +228,21 @@ def test_processes_agree(tmp_path: pathlib.Path):
     assert supervisor.run() == 3, (tmp_path / "process_0.log").read_text() + (tmp_path / "process_1.log").read_text()
     assert time.monotonic() - start < 60
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+def test_where_nothing_is_to_be_saved_one_that_is_asked_ends_all(tmp_path: pathlib.Path, asked: int):
+    """`ended.py` on two processes, which SIGTERM finds where Python runs no handler; process 0 has the coordinator.
+
+    Caught: a handler of Python's; a process that ends without telling the others, which jax aborts later; one that
+    does not wait until they have heard it; a command line that does none of it."""
+    environment = {"PYTHONPATH": PATHS, "ASKED": str(asked), "BUSY_S": "60"}
+    run = ["--config", str(ROOT / "configs" / "tiny_grpo.py"), "--config.processes.heartbeat_s=10"]
+    script = [sys.executable, str(ROOT / "tests" / "launch" / "ended.py"), "generate", "--prompt", "1+2=", *run]
+    start = time.monotonic()
+    code = Supervisor(script, [environment] * 2, tmp_path, grace_s=1.0, tries=1).run()
+    assert time.monotonic() - start < 60
+    logs = [(tmp_path / f"process_{process}.log").read_text() for process in range(2)]
+    assert code == 75, logs
+    assert logs[asked].count("ended by SIGTERM: there was nothing to save") == 1
+    assert logs[1 - asked].count("another process was ended by SIGTERM") == 1
