@@ -126,6 +126,7 @@ class RLTrainer:
             rewards=functions or None,
             tokenizer=None if tokenizer is None or isinstance(tokenizer, str) else tokenizer,
         )
+        self._closed = False
         try:
             self.trainer.restore()
         except BaseException:
@@ -144,9 +145,10 @@ class RLTrainer:
           The step's metrics by name and its rollouts (texts, token ids, rewards, components).
 
         Raises:
-          UserError: a prompt is empty or too long, a row lacks a column.
+          UserError: a prompt is empty or too long, a row lacks a column, the trainer is closed.
           RunStopped: the step computed something that is not finite, or decoder and trainer disagree.
         """
+        self._refuse_if_closed()
         algorithm = self.trainer.algorithm
         if algorithm.data == "prompt":
             examples = self.trainer.examples(prompts, answers)
@@ -168,7 +170,16 @@ class RLTrainer:
         return Chat(self.trainer)
 
     def save(self) -> None:
-        """Saves a checkpoint into `workdir`; the same `RLTrainer` call continues from it."""
+        """Saves a checkpoint into `workdir`; the same `RLTrainer` call continues from it.
+
+        Raises:
+          UserError: there is no `workdir`, or the trainer is closed.
+        """
+        self._refuse_if_closed()
+        if self.trainer.workdir is None:
+            raise UserError(
+                "There is no folder to save into: give RLTrainer workdir=FOLDER. export(FOLDER) writes the model alone."
+            )
         self.trainer.save({})
 
     def export(self, folder: str | pathlib.Path, *, role: str = "", overwrite: bool = False) -> None:
@@ -178,7 +189,12 @@ class RLTrainer:
 
     def close(self) -> None:
         """Waits for saves and ends the reward workers."""
+        self._closed = True
         self.trainer.close()
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise UserError("This trainer is closed. Make another; with its workdir that goes on from what was saved.")
 
     def __enter__(self) -> RLTrainer:
         return self

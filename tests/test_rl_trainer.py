@@ -65,6 +65,10 @@ def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch, capl
             trainer.step(["1+" * 40])
         with pytest.raises(UserError, match="answers"):
             trainer.step(["1+2="], answers=["3", "4"])
+        with pytest.raises(UserError, match="give RLTrainer workdir=FOLDER"):
+            trainer.save()
+    with pytest.raises(UserError, match="This trainer is closed"):
+        trainer.step(["1+2="], ["3"])
 
 
 def test_a_damaged_checkpoint_leaves_the_folder_free(tmp_path):
