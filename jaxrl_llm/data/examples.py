@@ -235,7 +235,9 @@ def _report_equal(source: str, examples: Sequence[Example]) -> int:
     equal = [
         example.row
         for example in examples
-        if example.rejected_ids is not None and np.array_equal(example.rejected_ids, example.response_ids)
+        if example.rejected_ids is not None
+        and example.response_ids is not None
+        and np.array_equal(example.rejected_ids, example.response_ids)
     ]
     if not equal:
         return 0
