@@ -86,7 +86,7 @@ def test_a_run_trains_keeps_and_exports_adapters(rows_file, tmp_path):
 def test_each_agent_has_adapters_and_a_critic_of_its_own_on_one_base(rows_file):
     """Two agents of IPPO: PPO's roles, twice.
 
-    Caught: a base of its own for the critic; a value head that is left out of what is trained; equal adapters; the
+    Target: a base of its own for the critic; a value head that is left out of what is trained; equal adapters; the
     second agent's answers by the first one's adapters.
     """
     changes = {name: value for name, value in LORA.items() if name != "checkpoint.every_steps"}

@@ -145,7 +145,7 @@ def test_nothing_crosses_between_agents(tmp_path):
     """On a fixed episode: another agent's parameters leave an agent's update as it is, bit for bit; every request for
     an answer has random numbers of its own; and what is compiled serves all agents.
 
-    Caught: a critic that all agents read; one policy's log-probs for all; all agents drawing with the same seeds; a
+    Target: a critic that all agents read; one policy's log-probs for all; all agents drawing with the same seeds; a
     program for each agent.
     """
     trainer = make_trainer(**{"training.epochs": 2})
@@ -189,8 +189,8 @@ def test_nothing_crosses_between_agents(tmp_path):
 
 
 def test_a_saved_run_is_evaluated_with_all_its_agents(tmp_path):
-    """And each of them can be exported. Caught: a reader that has the first agent alone, and stops at the second; the
-    first agent written for the second; a critic written as a model that answers."""
+    """And each of them can be exported. Caught: a reader that has the first agent alone, and stops at the second.
+    Target: the first agent written for the second; a critic written as a model that answers."""
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "3+4=", "answer": "7"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     changes = {"data.eval": str(tmp_path / "rows.jsonl"), "rewards": {"exact": {"function": "exact_match"}}}

@@ -214,7 +214,7 @@ def test_a_shared_trunk_learns_both(tmp_path):
     """One role with a value head, which generates and is exported; where its log-probs are read, the values come from
     the same pass.
 
-    Caught: a head without a gradient; a critic made all the same; another pass for the values; log-probs in their
+    Target: a head without a gradient; a critic made all the same; another pass for the values; log-probs in their
     place; values of other parameters, or of other tokens than are asked for.
     """
     shared = make_trainer(**{"algorithm.shared_trunk": True})
