@@ -2,7 +2,7 @@
 
 A checkpoint ``<workdir>/checkpoints/<step>/`` holds two items: ``state`` (parameters and optimizer state of every
 role, with the dtypes they have in the run) and ``host`` (JSON: data position, the algorithm's memory, best metric,
-versions). Randomness needs no state: it follows from (seed, step, prompt, sample, position).
+versions, sums of the arrays' bits). Randomness needs no state: it follows from (seed, step, prompt, sample, position).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint.checkpoint_managers import preservation_policy as preservation
 
 from jaxrl_llm import processes
+from jaxrl_llm.array_sums import Sums, array_sums, changed
 from jaxrl_llm.config import CheckpointConfig
 from jaxrl_llm.errors import RunStopped, UserError
 
@@ -33,6 +34,8 @@ class Restored:
 
 
 FOLDER = "checkpoints"
+
+_SUMS = "sums"
 
 
 def holds_checkpoints(workdir: pathlib.Path | str) -> bool:
@@ -121,6 +124,7 @@ class Checkpoints:
         metric = self.config.best_metric
         # One may be measured (seconds, bytes), and all processes must keep the same checkpoints.
         best = {metric: processes.from_first(float(metrics[metric]))} if metric in metrics else None
+        host = {**host, _SUMS: array_sums(state)}
         with self._written():
             self._manager.save(
                 step,
@@ -153,7 +157,9 @@ class Checkpoints:
             restored = self._manager.restore(
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), host=ocp.args.JsonRestore())
             )
-        return Restored(step, restored["state"], restored["host"])
+            host = restored["host"]
+            _check_sums(host.pop(_SUMS, {}), restored["state"])
+        return Restored(step, restored["state"], host)
 
     def read_host(self) -> dict[str, Any]:
         """The JSON values of the newest checkpoint; empty where there is none.
@@ -164,6 +170,11 @@ class Checkpoints:
         if self.newest() is None:
             return {}
         step = self.complete(None)
+        host = self._host(step)
+        host.pop(_SUMS, None)
+        return host
+
+    def _host(self, step: int) -> dict[str, Any]:
         with self._explained(step):
             return self._manager.restore(step, args=ocp.args.Composite(host=ocp.args.JsonRestore()))["host"]
 
@@ -190,7 +201,10 @@ class Checkpoints:
                 lambda _: True, template
             ):  # the partial one never complains
                 raise ValueError(f"it holds other parameters of {role!r}, or none.")
-        return step, restored[role]["params"]
+            place = f"[{role!r}].params"  # of the role in `RoleState`s by name
+            saved = self._host(step).get(_SUMS, {})
+            _check_sums({key.removeprefix(place): one for key, one in saved.items() if key.startswith(place)}, found)
+        return step, found
 
     def complete(self, step: int | None) -> int:
         """`step`, or the newest, for all processes.
@@ -249,6 +263,12 @@ class Checkpoints:
 
     def close(self) -> None:
         self._manager.close()
+
+
+def _check_sums(saved: Sums, read: Any) -> None:
+    """Raises ValueError where an array is not as it was saved; a checkpoint of an earlier version has no sums."""
+    if damaged := changed(saved, array_sums(read)):
+        raise ValueError(f"the bits of {damaged[0]} ({len(damaged)} arrays in all) are not those that were saved.")
 
 
 def _is_array(leaf: Any) -> bool:

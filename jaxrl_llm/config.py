@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 import ml_collections
 
 from jaxrl_llm import options
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.arguments import checked
+from jaxrl_llm.errors import UserError, readable
 from jaxrl_llm.options import option
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ else:
 
 
 @dataclasses.dataclass(frozen=True)
-class ModelSection:
+class ModelSection(options.OptionGroup):
     """Which model is trained."""
 
     path: str = option(
@@ -77,14 +78,14 @@ class ModelSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class TokenizerSection:
+class TokenizerSection(options.OptionGroup):
     """Which tokenizer encodes the prompts."""
 
     path: str = option("", "Where the tokenizer is; empty means model.path.")
 
 
 @dataclasses.dataclass(frozen=True)
-class DataConfig:
+class DataConfig(options.OptionGroup):
     """Where the prompts come from."""
 
     train: str = option("", "Training rows: .jsonl, .parquet, a Hugging Face dataset id, or builtin:NAME/SPLIT.")
@@ -141,7 +142,7 @@ class AlgorithmSection:
 
 
 @dataclasses.dataclass(frozen=True)
-class RolloutConfig:
+class RolloutConfig(options.OptionGroup):
     """How completions are sampled, and how much memory the decoder takes."""
 
     samples_per_prompt: int = option(8, "Completions of each prompt: the size of a group.", low=1)
@@ -189,7 +190,7 @@ class RolloutConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(options.OptionGroup):
     """How one batch of rollouts becomes optimizer updates."""
 
     mini_batch_size: int = option(
@@ -238,7 +239,7 @@ class TrainingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+class OptimizerConfig(options.OptionGroup):
     """AdamW with a warm-up, a schedule and a clip of the global gradient norm."""
 
     name: str = option("adamw", "The optimizer.", choices=("adamw", "sgd"))
@@ -263,7 +264,7 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 @dataclasses.dataclass(frozen=True)
-class CriticConfig:
+class CriticConfig(options.OptionGroup):
     """The critic of algorithms that have one (`ppo`): a model of its own with a value head."""
 
     path: str = option("", "Like model.path, also of a sequence classifier with one label; empty: the policy's start.")
@@ -277,7 +278,7 @@ class CriticConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ReferenceConfig:
+class ReferenceConfig(options.OptionGroup):
     """The frozen policy that a KL is measured against."""
 
     path: str = option(
@@ -288,14 +289,14 @@ class ReferenceConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class TeacherConfig:
+class TeacherConfig(options.OptionGroup):
     """The frozen model that `distillation` learns from."""
 
     path: str = option("", "Like model.path; its tokenizer must be the policy's.")
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(options.OptionGroup):
     """One term of the reward: ``weight`` times what ``function`` returns."""
 
     function: str = option("", "A built-in name, 'module:function' or 'path.py:function'.")
@@ -304,7 +305,7 @@ class RewardConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardModelConfig:
+class RewardModelConfig(options.OptionGroup):
     """A model whose score of an answer is a term of the reward, beside those of `rewards`."""
 
     path: str = option(
@@ -330,7 +331,7 @@ class RewardModelConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RewardRunnerConfig:
+class RewardRunnerConfig(options.OptionGroup):
     """The worker processes that rewards run in."""
 
     num_workers: int = option(2, "Processes.", low=1)
@@ -348,7 +349,7 @@ class RewardRunnerConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class MeshConfig:
+class MeshConfig(options.OptionGroup):
     """Sizes of the device mesh. One may be -1: whatever the others leave."""
 
     data: int = option(1, "Replicas of everything.", low=-1, unit="devices")
@@ -371,7 +372,7 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class BlockConfig:
+class BlockConfig(options.OptionGroup):
     """Devices of a role's own, as a mesh; all sizes 0: it is colocated with the policy. Beside others, 0 is
     1."""
 
@@ -389,7 +390,7 @@ class BlockConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class PlacementConfig:
+class PlacementConfig(options.OptionGroup):
     """Which roles have devices of their own. The policy's block (`mesh`) is the first devices; the others follow it in
     the order given here, and none overlap."""
 
@@ -428,7 +429,7 @@ class PlacementConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProcessesConfig:
+class ProcessesConfig(options.OptionGroup):
     """How the processes of a run find each other; how many there are, the command line or the cluster says."""
 
     heartbeat_s: int = option(
@@ -444,7 +445,7 @@ class ProcessesConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class HybridEngineConfig:
+class HybridEngineConfig(options.OptionGroup):
     """How parameters move between the training and the generation layout, and what rests in the host's memory.
 
     In an update the layers of `offload_actor_layers` are whole on the devices. A loop over layers can fetch one after
@@ -486,7 +487,7 @@ class HybridEngineConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(options.OptionGroup):
     """When the run is saved and what is kept."""
 
     every_steps: int = option(50, "0 saves at the end only.", low=0, unit="steps")
@@ -496,7 +497,7 @@ class CheckpointConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvalConfig:
+class EvalConfig(options.OptionGroup):
     """When and how the evaluation rows are answered."""
 
     every_steps: int = option(0, "0: only before and after.", low=0, unit="steps")
@@ -514,7 +515,7 @@ class EvalConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class ChecksConfig:
+class ChecksConfig(options.OptionGroup):
     """Largest allowed |sampler_logprobs - old_logprobs| of the sampled tokens; a run beyond it stops."""
 
     logprob_diff_mean: float = option(
@@ -553,7 +554,7 @@ class ChecksConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class RunConfig:
+class RunConfig(options.OptionGroup):
     """A whole run. Frozen and complete: what ``resolve`` returns has every derived value filled in."""
 
     seed: int = option(0, "Everything random follows from it.", low=0, high=2**32 - 1)
@@ -605,6 +606,7 @@ class RunConfig:
     checks: ChecksConfig = option(ChecksConfig, "")
 
 
+@checked
 def default_config(algorithm: str = "grpo") -> ConfigDict:
     """The defaults as an editable ``ConfigDict``, the start of every ``get_config()``.
 
@@ -625,6 +627,7 @@ def default_config(algorithm: str = "grpo") -> ConfigDict:
     return ml_collections.ConfigDict(values, type_safe=False)
 
 
+@checked
 def resolve(
     config: ConfigDict | dict[str, Any], device_count: int | None = None, *, training: bool = True
 ) -> RunConfig:
@@ -782,9 +785,13 @@ def load(path: str | os.PathLike[str]) -> RunConfig:
       UserError: the file is not there, is not JSON, or holds a mistake.
     """
     try:
-        values = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"There is no saved configuration at {path}.") from None
+        with readable(f"The saved configuration {path}"):
+            if not pathlib.Path(path).exists():
+                raise UserError(f"There is no saved configuration at {path}.")
+            content = pathlib.Path(path).read_bytes()
+        values = json.loads(content.decode("utf-8"))
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(f"The saved configuration {path} is not JSON: {error}.") from error
     if not isinstance(values, dict):

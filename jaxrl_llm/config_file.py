@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxrl_llm.config import ConfigDict, option_type
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, readable
 
 PREFIX = "--config."
 
@@ -34,8 +34,10 @@ def read_config(location: str, overrides: Sequence[tuple[str, str]] = ()) -> Con
         value of the wrong type.
     """
     path, colon, argument = location.partition(":")
-    if not pathlib.Path(path).is_file():
-        raise UserError(f"--config={location}: there is no file {path!r}. Give a Python file with get_config().")
+    with readable(f"--config={location}"):
+        if not pathlib.Path(path).is_file():
+            raise UserError(f"--config={location}: there is no file {path!r}. Give a Python file with get_config().")
+        pathlib.Path(path).read_bytes()
     module = _run_file(path)
     if not hasattr(module, "get_config"):
         raise UserError(f"--config={location}: {path} has no function get_config().")

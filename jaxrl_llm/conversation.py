@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from jaxrl_llm.arguments import checked
 from jaxrl_llm.data.prompts import encode_prompts, encode_text, render_prompt
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.types import Completion, Example
@@ -49,6 +50,7 @@ class Chat:
         self._text = ""  # what the model has seen and written
         self._ids: np.ndarray | None = None  # its tokens, where they are known to be those of the text
 
+    @checked
     def say(self, text: str, on_text: Callable[[str], None] | None = None) -> Completion:
         """The model's answer to the next turn, by the options of ``rollout``, one sample.
 

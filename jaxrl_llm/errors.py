@@ -1,5 +1,8 @@
 """Errors that a user can act on, and the exit codes of the command line."""
 
+import contextlib
+from collections.abc import Iterator
+
 EXIT_USER_ERROR = 2
 EXIT_RUN_STOPPED = 3
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: not a failure, the same command goes on from the checkpoint
@@ -10,6 +13,22 @@ class UserError(ValueError):
 
     The command line prints the message alone and exits with code 2; in a notebook it is an ordinary exception.
     """
+
+
+@contextlib.contextmanager
+def readable(what: str) -> Iterator[None]:
+    """Around the reading of a file or folder of the user's; ``what`` names it, with its path.
+
+    Raises:
+      UserError: the system refuses: no right to it, a name that is too long, a disk that fails.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{what} can't be read: {error.strerror or error}. Look at the rights to it and to its folder, or give "
+            "another."
+        ) from error
 
 
 class Preempted(Exception):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.arguments import checked
 from jaxrl_llm.conversation import Chat
 from jaxrl_llm.data.prompts import encode_all
 from jaxrl_llm.data.tokenizer import load_tokenizer
@@ -16,19 +20,17 @@ from jaxrl_llm.options import set_by_path
 from jaxrl_llm.trainer import Trainer
 from jaxrl_llm.types import Completion
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 DEFAULT_NEW_TOKENS = 256
 DEFAULT_CONTEXT = 4096
 """Most tokens of a conversation, where the model has room for so many."""
 
 
+@checked
 def generate(
-    model: str,
+    model: str | os.PathLike[str],
     prompts: Sequence[Any],
     *,
-    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
     max_new_tokens: int | None = None,
     samples_per_prompt: int = 1,
     temperature: float = 1.0,
@@ -61,7 +63,8 @@ def generate(
         for (completion,) in jaxrl_llm.generate("builtin:tiny_addition", ["37+58=", "4+9="], temperature=0.0):
             print(completion.text)
     """
-    if not prompts:
+    model = os.fspath(model)
+    if len(prompts) == 0:
         raise UserError("There is no prompt: give at least one.")
     plain = _options(
         model,
@@ -73,7 +76,8 @@ def generate(
         options,
     )
     resolved = configs.resolve(plain, training=False)
-    loaded = load_tokenizer(resolved.tokenizer.path) if tokenizer is None or isinstance(tokenizer, str) else tokenizer
+    given = _given(tokenizer)
+    loaded = load_tokenizer(resolved.tokenizer.path) if given is None else given
     # The cache is made for the longest prompt, and for as many sequences as there are.
     _, encoded = encode_all(loaded, prompts, resolved.data)
     longest, rollout = max(map(len, encoded)), resolved.rollout
@@ -93,10 +97,11 @@ def generate(
         return trainer.complete(prompts, on_text)
 
 
+@checked
 def chat(
-    model: str,
+    model: str | os.PathLike[str],
     *,
-    tokenizer: str | PreTrainedTokenizerBase | None = None,
+    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
     max_new_tokens: int | None = None,
     temperature: float = 1.0,
     seed: int = 0,
@@ -119,6 +124,7 @@ def chat(
             print(chat.say("Name a river.").text)
             print(chat.say("Where does it end?").text)
     """
+    model = os.fspath(model)
     context = min(load_config(model).max_position, DEFAULT_CONTEXT)
     count = min(DEFAULT_NEW_TOKENS, max(1, context // 4)) if max_new_tokens is None else max_new_tokens
     plain = _options(model, tokenizer, count, 1, temperature, seed, options)
@@ -127,8 +133,13 @@ def chat(
         plain["rollout"]["num_slots"] = 1
     if "data.max_prompt_tokens" not in (options or {}):
         plain["data"]["max_prompt_tokens"] = max(context - plain["rollout"]["max_new_tokens"], 1)
-    loaded = None if tokenizer is None or isinstance(tokenizer, str) else tokenizer
-    return Chat(Trainer(configs.resolve(plain, training=False), read_only=True, tokenizer=loaded), own=True)
+    resolved = configs.resolve(plain, training=False)
+    return Chat(Trainer(resolved, read_only=True, tokenizer=_given(tokenizer)), own=True)
+
+
+def _given(tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase | None:
+    """The tokenizer itself, where it is not named by its path."""
+    return tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None
 
 
 def _options(
@@ -143,7 +154,7 @@ def _options(
     """A configuration to be resolved; ``options`` by name come last."""
     config = configs.default_config("grpo")
     config.model.path = model
-    config.tokenizer.path = tokenizer if isinstance(tokenizer, str) else ""
+    config.tokenizer.path = os.fspath(tokenizer) if isinstance(tokenizer, str | os.PathLike) else ""
     config.seed = seed
     config.rollout.max_new_tokens = max_new_tokens
     config.rollout.samples_per_prompt = samples_per_prompt

@@ -37,6 +37,7 @@ from jaxrl_llm.errors import (
     Preempted,
     RunStopped,
     UserError,
+    readable,
 )
 
 if TYPE_CHECKING:
@@ -343,11 +344,13 @@ def read_prompts(options: argparse.Namespace) -> list[str]:
     """
     prompts = list(options.prompt)
     if options.prompts_file:
-        if not options.prompts_file.is_file():
-            found = "this is no file" if options.prompts_file.exists() else "there is no such file"
-            raise UserError(f"--prompts_file={options.prompts_file}: {found}. Give one with a prompt in each line.")
+        with readable(f"--prompts_file={options.prompts_file}"):
+            if not options.prompts_file.is_file():
+                found = "this is no file" if options.prompts_file.exists() else "there is no such file"
+                raise UserError(f"--prompts_file={options.prompts_file}: {found}. Give one with a prompt in each line.")
+            content = options.prompts_file.read_bytes()
         try:
-            text = options.prompts_file.read_bytes().decode("utf-8-sig")
+            text = content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
             raise UserError(
                 f"--prompts_file={options.prompts_file} is not UTF-8 text ({error}). Save it with the encoding UTF-8."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 import numbers
 import os
@@ -27,6 +28,23 @@ LARGEST_COUNT = 2**31 - 1
 LARGEST_BYTES = 2**63 - 1
 
 _NAMES = {int: "a whole number", float: "a number", bool: "True or False", str: "a string"}
+
+
+class OptionGroup:
+    """Base of the frozen dataclasses of options: one that is made by hand is checked like one of a configuration file,
+    by its class's name in place of a path."""
+
+    def __post_init__(self) -> None:
+        annotations = _annotations(type(self))
+        for field in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
+            path = _join(type(self).__name__, field.name)
+            value = _convert(annotations[field.name], getattr(self, field.name), field.metadata, path, type(self))
+            object.__setattr__(self, field.name, value)
+
+
+@functools.cache
+def _annotations(section: type) -> dict[str, Any]:
+    return typing.get_type_hints(section)
 
 
 def option(
@@ -118,6 +136,8 @@ def build(section: type[Section], values: Any, path: str = "", root: type | None
       UserError: an unknown key at any depth, a wrong type, a value out of range. It names the full path.
     """
     root = root or section
+    if isinstance(values, section):
+        return values
     if not isinstance(values, Mapping):
         raise UserError(f"{path} = {values!r}: expected a group of options, got {_type_name(values)}.")
     from_mapping = getattr(section, "from_mapping", None)

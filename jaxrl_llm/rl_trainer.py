@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import processes
+from jaxrl_llm.arguments import checked
 from jaxrl_llm.conversation import Chat
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.loading import load_config
@@ -80,10 +82,11 @@ class RLTrainer:
       UserError: an option is wrong; nothing has run then.
     """
 
+    @checked
     def __init__(
         self,
-        model: str,
-        tokenizer: str | PreTrainedTokenizerBase | None = None,
+        model: str | os.PathLike[str],
+        tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None = None,
         algo: str = "grpo",
         reward: str | Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
         *,
@@ -93,8 +96,9 @@ class RLTrainer:
         options: Mapping[str, Any] | None = None,
     ):
         config = configs.default_config(algo)
+        model = os.fspath(model)
         config.model.path = model
-        config.tokenizer.path = tokenizer if isinstance(tokenizer, str) else ""
+        config.tokenizer.path = os.fspath(tokenizer) if isinstance(tokenizer, str | os.PathLike) else ""
         config.train_batch_size = train_batch_size
         config.rollout.max_new_tokens = rollout_len
         context = load_config(model).max_position
@@ -105,13 +109,13 @@ class RLTrainer:
             )
         config.data.max_prompt_tokens = max(1, min(DEFAULT_PROMPT_TOKENS, context - rollout_len))
         config.num_steps = 1_000_000  # steps come from the caller; a constant schedule does not look at it
+        plain = config.to_dict()
         functions: dict[str, Callable[..., Any]] = {}
         if isinstance(reward, str):
-            config.rewards = {reward: {"function": reward}}
+            plain["rewards"] = {reward: {"function": reward}}
         elif reward is not None:
             functions = dict(reward) if isinstance(reward, Mapping) else {"reward": reward}
-            config.rewards = {name: {} for name in functions}
-        plain = config.to_dict()
+            plain["rewards"] = {name: {} for name in functions}
         for name, value in (options or {}).items():
             set_by_path(plain, name, value)
         resolved = configs.resolve(plain)
@@ -124,7 +128,7 @@ class RLTrainer:
             resolved,
             workdir,
             rewards=functions or None,
-            tokenizer=None if tokenizer is None or isinstance(tokenizer, str) else tokenizer,
+            tokenizer=tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None,
         )
         self._closed = False
         try:
@@ -133,6 +137,7 @@ class RLTrainer:
             self.trainer.close()  # a notebook goes on after the error, and the folder with it
             raise
 
+    @checked
     def step(self, prompts: Sequence[Any], answers: Sequence[Any] | None = None) -> tuple[dict[str, float], Rollouts]:
         """Learns from `prompts`, once: generates and scores them first, where the algorithm does.
 
@@ -161,6 +166,7 @@ class RLTrainer:
             self.trainer.log.write(self.trainer.step_index, metrics, rollouts)
         return metrics, rollouts
 
+    @checked
     def generate(self, prompts: Sequence[Any]) -> list[list[str]]:
         """`rollout.samples_per_prompt` completions of each prompt (never rows) under the current parameters."""
         return self.trainer.generate(prompts)
@@ -182,6 +188,7 @@ class RLTrainer:
             )
         self.trainer.save({})
 
+    @checked
     def export(self, folder: str | pathlib.Path, *, role: str = "", overwrite: bool = False) -> None:
         """Writes the current model as a Hugging Face folder, a reward model as a classifier; `role`: an agent of
         ``ippo`` other than the first, such as ``policy_1``."""

@@ -30,9 +30,10 @@ from jaxrl_llm import config as configs
 from jaxrl_llm import evaluate, packing, processes, update
 from jaxrl_llm.algorithms import find_algorithm
 from jaxrl_llm.algorithms.interface import Sequences, by_role
+from jaxrl_llm.algorithms.returned import check_losses, check_sequences, checked_memory
 from jaxrl_llm.apart_teacher import ApartTeacher
 from jaxrl_llm.checkpoint import Checkpoints, holds_checkpoints
-from jaxrl_llm.config import RunConfig
+from jaxrl_llm.config import PlacementConfig, RunConfig
 from jaxrl_llm.data.columns import WANTED
 from jaxrl_llm.data.dataset import PromptData
 from jaxrl_llm.data.examples import encode_rows, fingerprint, load_examples
@@ -95,7 +96,8 @@ class Trainer:
         if config.deterministic:
             require_deterministic()  # before the devices start
         devices = jax.devices() if devices is None else list(devices)
-        self.config = config = configs.with_mesh(config, len(devices))
+        fit = _for_reading if read_only else configs.with_mesh
+        self.config = config = fit(config, len(devices))
         self.groups = DeviceGroups.of(config, devices)
         self.mesh = self.groups.policy
         self.read_only = read_only
@@ -142,7 +144,7 @@ class Trainer:
         self.sources = builder.sources
         self.main = self.algorithm.main_role(self.options).name
         self.decoder = self.models[self.main].decoder
-        self.memory = self.algorithm.init(self.options)
+        self.memory = checked_memory(self.algorithm, "init", self.algorithm.init(self.options))
         self.step_index = 0
         self._told_of_empty_rows = False
         self.row_shapes = {
@@ -175,6 +177,9 @@ class Trainer:
         config, read_only = self.config, self.read_only
         self.algorithm = find_algorithm(config.algorithm.name)
         self.options = config.algorithm.options
+        if ":" in config.algorithm.name and not read_only:  # a user's own
+            checked_memory(self.algorithm, "init", self.algorithm.init(self.options))
+            check_losses(self.algorithm, self.options)
 
         # Before the tokenizer, whose library reads config.json too and says less of what is wrong in it.
         model = config.model
@@ -240,7 +245,7 @@ class Trainer:
                 metrics, rollouts = self._next_step(self.data)
                 last = self.step_index == self.total_steps
                 if _due(self.config.eval.every_steps, self.step_index) or (last and self.config.eval.after):
-                    self._evaluate(metrics)
+                    self._evaluate(metrics, rollouts)
                 stop = self._write_and_ask(metrics, rollouts)
                 if (
                     stop
@@ -299,11 +304,14 @@ class Trainer:
         context = StepContext(self, timer)
         with step_profile(self.step_index + 1, self._profile_folder(self.step_index + 1)):
             rollouts = collect(context, timer)
-            prepared = by_role(self.algorithm.prepare(context, rollouts), self.algorithm.trained_roles(self.options))
+            trained = self.algorithm.trained_roles(self.options)
+            prepared = by_role(self.algorithm.prepare(context, rollouts), trained)
+            check_sequences(self.algorithm, prepared, trained)
             learned = told_apart(rollouts, self._learn(prepared, timer))
             told = {name: value for sequences in prepared.values() for name, value in sequences.metrics.items()}
             metrics = {**rollouts.metrics, **told, **learned, "rollout/samples": float(len(rollouts))}
-            self.memory = self.algorithm.after_step(self.options, self.memory, metrics)
+            memory = self.algorithm.after_step(self.options, self.memory, metrics)
+            self.memory = checked_memory(self.algorithm, "after_step", memory)
         self.step_index += 1
         metrics |= self.log.machine_metrics() | timer.metrics()
         self._check(metrics, rollouts)
@@ -469,8 +477,8 @@ class Trainer:
         rollouts = answer(context, self.eval_examples, settings.samples_per_prompt, settings.temperature)
         return evaluate.figures(rollouts, settings)
 
-    def _evaluate(self, metrics: dict[str, float]) -> None:
-        """Adds the evaluation's metrics; if it fails, what was learned so far is saved before the error goes on."""
+    def _evaluate(self, metrics: dict[str, float], rollouts: Rollouts | None = None) -> None:
+        """Adds the evaluation's metrics; if it fails, the step is saved and written before the error goes on."""
         if not self.eval_examples:
             return
         logger.info("evaluating %d prompts", len(self.eval_examples))
@@ -480,6 +488,8 @@ class Trainer:
             # Of several processes all must save; an error of another kind may have come to this one alone.
             if self.step_index and (processes.count() == 1 or isinstance(error, UserError | RunStopped)):
                 self.save(metrics)
+                with processes.agreement():
+                    self.log.write(self.step_index, metrics, rollouts)
             raise
 
     def complete(self, prompts: Sequence[Any], on_text: OnText | None = None) -> list[list[Completion]]:
@@ -511,14 +521,13 @@ class Trainer:
             numbers differ.
         """
         data = self.config.data
-        for name, values in (("prompts", prompts), ("answers", answers)):
-            if isinstance(values, str):
-                raise UserError(f"{name} = {values!r} is one text; give a list, for example [{values!r}].")
+        if isinstance(answers, str):
+            raise UserError(f"answers = {answers!r} is one text; give a list, for example [{answers!r}].")
         if len(prompts) == 0:
             raise UserError("There is no prompt: give at least one.")
+        texts, encoded = encode_all(self.tokenizer, prompts, data)
         if answers is not None and len(answers) != len(prompts):
             raise UserError(f"There are {len(prompts)} prompts but {len(answers)} answers; give one for each.")
-        texts, encoded = encode_all(self.tokenizer, prompts, data)
         for index, ids in enumerate(encoded):
             if not 1 <= len(ids) <= data.max_prompt_tokens:
                 raise UserError(
@@ -839,6 +848,20 @@ class StepContext:
                 after = self.trainer.per_token(role, sequences, "values")
         # The value before token t is the one after token t - 1.
         return [np.concatenate([[0.0], one]).astype(np.float32) for one in after]
+
+
+def _for_reading(config: RunConfig, device_count: int) -> RunConfig:
+    """`configs.with_mesh`; where the devices are not those of the training, roles have no blocks of their own: a model
+    that is only used is the same on any."""
+    blocks = config.placement.blocks()
+    try:
+        if not blocks or processes.count() == 1:
+            return configs.with_mesh(config, device_count)
+    except UserError:
+        if not blocks:
+            raise
+    logger.warning("placement (%s) does not fit these %d devices and is left out", ", ".join(blocks), device_count)
+    return configs.with_mesh(dataclasses.replace(config, placement=PlacementConfig()), device_count)
 
 
 def _compute_dtype(name: str, mesh: jax.sharding.Mesh) -> Any:

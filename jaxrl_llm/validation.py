@@ -310,6 +310,12 @@ def _reward_conflicts(config: RunConfig, training: bool) -> Iterator[Problem]:
             "something else.",
         )
     for reward, settings in rewards.items():
+        if not reward or "." in reward:
+            yield (
+                "error",
+                f"rewards has one called {reward!r}: a name has no dot and is not empty, since its options are called "
+                "rewards.NAME.weight and so on. Call it something else.",
+            )
         if settings.function and ":" not in settings.function:  # a user's own function is loaded by its worker
             try:
                 bind(find_function(settings.function), settings.options)
@@ -523,6 +529,12 @@ def _special_id_conflicts(config: RunConfig, model_config: Any, tokenizer: Any) 
             f"The tokenizer {config.tokenizer.path!r} has {len(tokenizer)} tokens but the model only "
             f"{vocabulary} "
             "vocabulary rows: they don't belong together.",
+        )
+    elif (last := max(tokenizer.get_vocab().values(), default=0)) >= vocabulary:  # ids may have gaps
+        yield (
+            "error",
+            f"The tokenizer {config.tokenizer.path!r} has the token id {last}, and the model {vocabulary} vocabulary "
+            "rows, numbered from 0: they don't belong together.",
         )
     ends = model_config.end_ids(tokenizer)
     if not ends and not config.rollout.ignore_eos:

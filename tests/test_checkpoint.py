@@ -123,6 +123,22 @@ def test_a_damaged_checkpoint_is_refused_with_the_way_on(checkpoints, damage):
     assert checkpoints.restore(make_state(0.0), 1).step == 1
 
 
+def test_a_flipped_byte_among_the_numbers_is_found(checkpoints):
+    """Read whole and for the parameters alone. Caught: no sums (numbers that nobody has saved,
+    without a word)."""
+    state = {"policy": RoleState({"w": jax.random.normal(jax.random.key(0), (50_000,))}, {"m": jnp.zeros(3)})}
+    checkpoints.save(1, state, {}, {})
+    checkpoints.wait()
+    file = max((checkpoints.directory / "1" / "state").rglob("d/*"), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"damaged file\): the bits of \['policy'\]\.params\['w'\]"):
+        checkpoints.restore(jax.tree.map(jnp.zeros_like, state))
+    with pytest.raises(UserError, match=r"damaged file\): the bits of \['w'\]"):
+        checkpoints.restore_params("policy", {"w": jnp.zeros(50_000)})
+
+
 @pytest.mark.parametrize("call", ["save", "wait_until_finished"])
 def test_a_save_that_fails_stops_the_run_with_what_is_kept(checkpoints, monkeypatch, call):
     """A full disk, as orbax tells it: at once or when it is asked the next time. Caught: pages of its own error."""

@@ -401,11 +401,14 @@ def model(**changes) -> types.SimpleNamespace:
 class Tokenizer:
     """What `check_against_model` looks at."""
 
-    def __init__(self, size: int = 100, eos: int | None = 2, pad: int | None = 0):
-        self.size, self.eos_token_id, self.pad_token_id = size, eos, pad
+    def __init__(self, size: int = 100, eos: int | None = 2, pad: int | None = 0, last: int | None = None):
+        self.size, self.eos_token_id, self.pad_token_id, self.last = size, eos, pad, last
 
     def __len__(self) -> int:
         return self.size
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"last": self.size - 1 if self.last is None else self.last}
 
 
 @pytest.mark.parametrize("row", [0, 1, 2, 3])
@@ -490,6 +493,7 @@ def test_stages_must_divide_the_layers(stages: int, repeats: int, layers: int, w
         ({"eos_token_ids": ()}, Tokenizer(eos=None), "end-of-sequence"),
         ({}, Tokenizer(eos=100), "end-of-sequence id 100"),  # the tokenizer's own ends a response, too
         ({}, Tokenizer(size=101), "101 tokens"),
+        ({}, Tokenizer(size=50, last=100), "the token id 100"),  # ids with gaps
     ],
 )
 def test_special_ids_must_be_in_the_vocabulary(sizes: dict, tokenizer: Tokenizer, words: str):

@@ -10,6 +10,7 @@ from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.loading import load_config
 from jaxrl_llm.options import set_by_path, to_dict
+from jaxrl_llm.trainer import _for_reading
 from tests.test_trainer import make_config, rows_file, run
 
 __all__ = ["rows_file"]
@@ -41,6 +42,17 @@ def devices_of(trainer):
 
 def figures(told):
     return {name: value for name, value in told.items() if name.startswith(FIGURES)}
+
+
+def test_a_run_is_read_on_other_devices_than_it_was_trained_on(rows_file, caplog):
+    """A placement that fits stays, another is left out."""
+    config = config_of(rows_file, placement__generation__fsdp=4, placement__staleness=1, placement__uncorrected=True)
+    assert _for_reading(config, 8) == configs.with_mesh(config, 8)
+    alone = _for_reading(config, 1)
+    assert not alone.placement.blocks() and alone.placement.staleness == 0 and alone.mesh.fsdp == 1
+    assert "placement (generation) does not fit these 1 devices" in caplog.text
+    with pytest.raises(UserError, match=r"placement\.generation takes 4: of 1 devices"):
+        configs.with_mesh(config, 1)
 
 
 def test_ppo_on_four_blocks_then_on_two_others_is_ppo_on_one(rows_file, tmp_path):

@@ -292,11 +292,11 @@ class Algorithm:
             )
 
 
-def by_role(prepared: Sequences | Mapping[str, Sequences], trained: Sequence[Role]) -> dict[str, Sequences]:
+def by_role(prepared: Any, trained: Sequence[Role]) -> dict[str, Sequences]:
     """What `prepare` returned as the sequences of each trained role."""
-    if isinstance(prepared, Sequences):
-        return {role.name: prepared for role in trained}
-    return dict(prepared)
+    if isinstance(prepared, Mapping):
+        return dict(prepared)
+    return {role.name: prepared for role in trained}
 
 
 Outputs = TokenOutputs | ValueOutputs

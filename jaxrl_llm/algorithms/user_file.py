@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import importlib.util
 import inspect
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 from jaxrl_llm.algorithms import aggregation
 from jaxrl_llm.algorithms.interface import Algorithm, Role
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, readable
 from jaxrl_llm.options import build, to_dict
 
 _ARGUMENTS = {
@@ -46,12 +47,14 @@ def load(name: str) -> Algorithm:
     """
     file, _, attribute = name.rpartition(":")
     path = pathlib.Path(file)
-    if path.suffix != ".py" or not path.is_file():
-        raise UserError(
-            f"algorithm.name = {name!r}: there is no Python file {file!r}. Give 'path.py:its_name', the path from the "
-            "folder you start in."
-        )
-    return _load(path.resolve(), attribute, name, path.stat().st_mtime_ns)
+    with readable(f"algorithm.name = {name!r}: {file}"):
+        if path.suffix != ".py" or not path.is_file():
+            raise UserError(
+                f"algorithm.name = {name!r}: there is no Python file {file!r}. Give 'path.py:its_name', the path from "
+                "the folder you start in."
+            )
+    # Not resolved: what a link leads to may have a name of another ending.
+    return _load(pathlib.Path(os.path.abspath(path)), attribute, name, path.stat().st_mtime_ns)
 
 
 @functools.cache  # one object by version of the file: a configuration that is read twice is the same one

@@ -99,6 +99,10 @@ class PromptData:
 
     def fingerprint(self) -> int:
         """Of the rows and their order in the file; the same where they are."""
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> int:
         return fingerprint(self._examples)
 
     def __iter__(self) -> PromptData:
@@ -141,7 +145,7 @@ class PromptData:
           UserError: the position was saved for other data, another seed or batch size, so it names other rows.
         """
         for name, now in self._identity().items():
-            if state[name] != now:
+            if state.get(name, now) != now:  # an earlier version did not save all
                 raise UserError(
                     f"The saved data position belongs to {name} = {state[name]!r}, this run has {now!r} "
                     f"(data.train = {self._path}): the order of rows would differ. Restore the old value, or start a "
@@ -155,4 +159,5 @@ class PromptData:
             "batch_size": self._batch_size,
             "seed": self._seed,
             "shuffle": self._shuffle,
+            "rows_checksum": self.fingerprint(),
         }

@@ -52,8 +52,9 @@ def render_prompt(
         messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except (jinja2.TemplateError, TypeError, KeyError) as error:
-        raise UserError(f"{where}: the tokenizer's chat template refuses it: {error}.") from error
+    except Exception as error:  # of a program that came with the tokenizer: whatever it does
+        kind = "" if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: "
+        raise UserError(f"{where}: the tokenizer's chat template refuses it: {kind}{error}.") from error
     return str(text), True
 
 
@@ -91,7 +92,9 @@ def encode_prompts(
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], where: Sequence[str] | None) -> list[list[int]]:
     try:
         return tokenizer(texts, add_special_tokens=False).input_ids
-    except Exception as error:  # of the tokenizers library: no unknown token, text that is no Unicode
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # of the tokenizers library: no unknown token, text that is no Unicode, a panic
         if len(texts) > 1:  # which one is it?
             return [
                 _encode(tokenizer, [text], None if where is None else [where[index]])[0]
@@ -110,8 +113,11 @@ def encode_all(
     """The texts of prompts (text or chat messages) and their ids, encoded like the rows of a file.
 
     Raises:
-      UserError: a prompt is neither, or has characters that the tokenizer does not know.
+      UserError: a prompt is neither, or has characters that the tokenizer does not know; or there is one text and no
+        list.
     """
+    if isinstance(prompts, str):
+        raise UserError(f"prompts = {prompts!r} is one text; give a list, for example [{prompts!r}].")
     names = [f"Prompt {index}" for index in range(len(prompts))]
     rendered = [
         render_prompt(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import pyarrow.parquet
 
 from jaxrl_llm.data.addition import addition_rows
 from jaxrl_llm.data.arithmetic import arithmetic_rows
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, readable
 
 Row = dict[str, Any]
 
@@ -55,14 +56,16 @@ def iterate_rows(path: str | Path) -> Iterator[Row]:
         )
     if text.startswith("builtin:"):
         return iter(_builtin(text.removeprefix("builtin:")))
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(text))
     readers = {".jsonl": _json_lines, ".json": _json_list, ".parquet": _parquet}
+    with readable(f"The data file {text}"):
+        there, is_file = file.exists(), file.is_file()
     if file.suffix in readers:
-        if not file.is_file():
+        if not is_file:
             raise UserError(f"The data file {file} does not exist (looked in {file.absolute().parent}).")
         return readers[file.suffix](file)
     match = HUB_ID.fullmatch(text)
-    if match and not file.exists():
+    if match and not there:
         return _hugging_face(match["name"], match["config"], match["split"] or "train")
     raise UserError(
         f"The data path {text!r} is not understood. Allowed: a file ending in {', '.join(readers)}; "
@@ -79,7 +82,8 @@ def _builtin(name: str) -> list[Row]:
 
 
 def _json_lines(file: Path) -> Iterator[Row]:
-    with file.open("rb") as lines:  # as bytes, so that a wrong encoding is told with its line
+    # As bytes, so that a wrong encoding is told with its line.
+    with readable(f"The data file {file}"), file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 where = f"{file}, line {number}"
@@ -87,7 +91,9 @@ def _json_lines(file: Path) -> Iterator[Row]:
 
 
 def _json_list(file: Path) -> Iterator[Row]:
-    rows = _parse(file.read_bytes().removeprefix(codecs.BOM_UTF8), str(file))
+    with readable(f"The data file {file}"):
+        content = file.read_bytes()
+    rows = _parse(content.removeprefix(codecs.BOM_UTF8), str(file))
     if not isinstance(rows, list):
         raise UserError(f"{file} holds a JSON {type(rows).__name__}; a list of objects is needed (or use .jsonl).")
     for index, row in enumerate(rows):

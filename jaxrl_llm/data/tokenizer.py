@@ -10,7 +10,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.gguf_file import open_gguf
+from jaxrl_llm.models.gguf_file import explained, open_gguf
 from jaxrl_llm.models.locate import resolve_path
 
 # How text is split before byte-level BPE, by the name in `tokenizer.ggml.pre`. The expressions are those of the
@@ -37,10 +37,13 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerFast:
     """
     resolved = resolve_path(path)
     if resolved.suffix == ".gguf":
-        return gguf_tokenizer(resolved)
+        with explained(resolved):
+            return gguf_tokenizer(resolved)
     try:
         tokenizer = AutoTokenizer.from_pretrained(resolved, trust_remote_code=False)
-    except Exception as error:  # what a damaged file raises depends on where it is damaged
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a damaged file raises whatever, its library's panics are no Exceptions
         reason = " ".join(f"{type(error).__name__}: {error}".split())  # transformers' messages have many lines
         raise UserError(
             f"No tokenizer can be loaded from {path} ({reason}). The folder needs tokenizer.json and "

@@ -27,7 +27,10 @@ class Intake:
         self._tokenizer = tokenizer
         self._eos_ids = config.end_ids(tokenizer)
         self._vocab_size = config.vocab_size
-        self.num_tokens = config.vocab_size if tokenizer is None else min(len(tokenizer), config.vocab_size)
+        self.num_tokens = config.vocab_size
+        if tokenizer is not None:  # tokens that were added may lie behind a gap
+            last = max(tokenizer.added_tokens_decoder, default=0)
+            self.num_tokens = min(max(len(tokenizer), last + 1), config.vocab_size)
         longest = config.max_position
         if config.rope.type == "dynamic":  # beyond it, frequencies change with length and old keys would not fit
             longest = min(longest, config.rope.original_max_position)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -121,7 +122,7 @@ def export_target(folder: str | Path, *, overwrite: bool) -> Path:
       UserError: it is a file; it has something in it and ``overwrite`` is False; or what it has in it is no model, so
         that replacing it would delete something else.
     """
-    target = Path(folder).expanduser().resolve()
+    target = Path(os.path.expanduser(folder)).resolve()
     if target.exists() and not target.is_dir():
         raise UserError(f"The export folder {str(target)!r} is a file. Give the name of a folder.")
     if not target.exists() or not any(target.iterdir()):

@@ -7,7 +7,9 @@ half-split order of Hugging Face here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,26 +37,39 @@ LAYER_TENSORS = {
 """Names of a layer's tensors, ``blk.N.`` and ``model.layers.N.`` left off."""
 
 
+@contextlib.contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Around the use of what a file says of itself, which nobody has checked.
+
+    Raises:
+      UserError: whatever fails because a field lacks, is of another type or does not fit the others.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{path} can't be read as a GGUF file ({type(error).__name__}: {error}). It is incomplete, of another kind "
+            "or damaged: fetch it again."
+        ) from error
+
+
 def open_gguf(path: Path) -> Any:
     """The file's ``gguf.GGUFReader``, memory-mapped. The last one is kept: reading a header takes a second or two.
 
     Raises:
       UserError: it is damaged, or no GGUF file.
     """
-    return _open(str(path), path.stat().st_mtime_ns)
+    with explained(path):  # the reader checks little: a cut file fails anywhere in it
+        return _open(str(path), path.stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)
 def _open(path: str, modified_ns: int) -> Any:
     import gguf  # here, since only users of such a file should pay for it
 
-    try:
-        return gguf.GGUFReader(path)
-    except Exception as error:  # the reader checks little: a cut file fails anywhere in it
-        raise UserError(
-            f"{path} can't be read as a GGUF file ({type(error).__name__}: {error}). It is incomplete or of another "
-            "kind: fetch it again."
-        ) from error
+    return gguf.GGUFReader(path)
 
 
 def read_field(reader: Any, name: str, default: Any = None) -> Any:
@@ -69,6 +84,11 @@ def gguf_hf_config(path: Path) -> dict[str, Any]:
     Raises:
       UserError: another architecture, or a rope scaling that a file of this format cannot be read back from.
     """
+    with explained(path):
+        return _hf_config(path)
+
+
+def _hf_config(path: Path) -> dict[str, Any]:
     reader = open_gguf(path)
     architecture = read_field(reader, "general.architecture")
     if architecture != "llama":
@@ -143,7 +163,8 @@ class GgufTensors:
         import gguf
 
         tensor = self._tensors[name]
-        value = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        with explained(Path(self.source)):
+            value = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
         for projection, heads in self._heads.items():
             if f".{projection}." in name:  # rows of a head: pairs of an interleaved rotation -> two halves
                 rows, columns = value.shape

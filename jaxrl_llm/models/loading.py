@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, readable
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.families.family import HfConfig, token_ids
@@ -260,10 +260,14 @@ def _redundant(name: str, tensors: Tensors, config: ModelConfig) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path} does not exist. Give a model folder in Hugging Face's format.") from error
-    except ValueError as error:
+        with readable(str(path)):
+            if not path.exists():
+                raise UserError(f"{path} does not exist. Give a model folder in Hugging Face's format.")
+            text = path.read_bytes()
+        content = json.loads(text.decode("utf-8"))
+    except UserError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid JSON ({error}). Fetch it again.") from error
     if not isinstance(content, dict):
         raise UserError(f"{path} holds a JSON {type(content).__name__}; an object is needed. Fetch it again.")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, readable
 
 ASSETS = Path(__file__).parent.parent / "assets"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -31,10 +32,12 @@ def resolve_path(path: str | Path, hub_files: list[str] = HUB_FILES) -> Path:
         return _builtin(text.removeprefix("builtin:"))
     if text.startswith("package:"):
         return _package(text.removeprefix("package:"))
-    local = Path(text).expanduser()
-    if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
-        return local
-    if local.exists():
+    local = Path(os.path.expanduser(text))  # the method fails where there is no such user
+    with readable(f"The model path {text!r}"):
+        there = local.exists()
+        if local.is_dir() or (local.is_file() and local.suffix == ".gguf"):
+            return local
+    if there:
         raise UserError(
             f"The model path {text!r} is a file, but only .gguf files and Hugging Face folders can be read. "
             "Give the folder that holds config.json and the .safetensors files."

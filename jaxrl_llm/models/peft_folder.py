@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import safetensors.numpy
 from jax.sharding import Mesh
 from jaxtyping import Array
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, readable
 from jaxrl_llm.models.arrangement import split_adapters
 from jaxrl_llm.models.config import LORA_TARGETS, Lora, ModelConfig
 from jaxrl_llm.models.decoder import Decoder
@@ -112,7 +113,7 @@ def load_adapter(
     """
     if (mesh is None) != (layout is None):
         raise ValueError("mesh and layout go together: give both or none")
-    local = Path(folder).expanduser()
+    local = Path(os.path.expanduser(folder))
     peft = _read_config(local)
     tensors = SafetensorsFolder(local, [WEIGHTS])
     lora = _from_peft(peft, local, decoder.config, tensors.shapes())
@@ -208,11 +209,13 @@ def _from_peft(peft: dict[str, Any], folder: Path, config: ModelConfig, shapes: 
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder / name} does not exist. Give the folder of an adapter in PEFT's format.")
+    with readable(str(folder / CONFIG)):
+        for name in (CONFIG, WEIGHTS):
+            if not (folder / name).is_file():
+                raise UserError(f"{folder / name} does not exist. Give the folder of an adapter in PEFT's format.")
+        text = (folder / CONFIG).read_bytes()
     try:
-        content = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        content = json.loads(text.decode("utf-8"))
     except ValueError as error:
         raise UserError(f"{folder / CONFIG} is not valid JSON ({error}). Fetch it again.") from error
     if not isinstance(content, dict) or "peft_type" not in content:
@@ -221,7 +224,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _target(folder: str | Path, overwrite: bool) -> Path:
-    target = Path(folder).expanduser().resolve()
+    target = Path(os.path.expanduser(folder)).resolve()
     if target.exists() and not target.is_dir():
         raise UserError(f"The adapter folder {str(target)!r} is a file. Give the name of a folder.")
     if target.exists() and any(target.iterdir()):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import safetensors
 
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import UserError, readable
 from jaxrl_llm.models.tensors import Index, Shapes, differences
 
 INDEX = "model.safetensors.index.json"
@@ -33,10 +33,11 @@ class SafetensorsFolder:
                     f"{folder / INDEX} names {file.name}, which is not in the folder. The model's download or copy is "
                     "incomplete: fetch the missing file."
                 )
-            try:
-                handle = safetensors.safe_open(file, "numpy")
-            except safetensors.SafetensorError as error:
-                raise UserError(f"{file} is not a valid safetensors file ({error}). Fetch it again.") from error
+            with readable(str(file)):
+                try:
+                    handle = safetensors.safe_open(file, "numpy")
+                except safetensors.SafetensorError as error:
+                    raise UserError(f"{file} is not a valid safetensors file ({error}). Fetch it again.") from error
             for name in handle.keys():  # noqa: SIM118  it is no dict
                 if name.endswith(tuple(ignored)):
                     continue
@@ -45,6 +46,11 @@ class SafetensorsFolder:
                     raise UserError(
                         f"{file} holds {name} as {kind}; only {', '.join(FLOATS)} are read. Quantized weights are not "
                         "supported: give the model's original folder."
+                    )
+                if name in self._file_of:
+                    raise UserError(
+                        f"{file} holds {name}, which another file of the folder holds too: which one is meant can't be "
+                        "told. Leave the files of one model in the folder, or its index."
                     )
                 self._file_of[name] = handle
 
@@ -59,11 +65,19 @@ def _files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.exists():
         try:
-            return sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+            with readable(str(index)):
+                names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            if any(
+                Path(name).name != name or name == ".." for name in names
+            ):  # of a stranger: it names files of its folder alone
+                raise ValueError("a file name with a folder in it")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
             raise UserError(
                 f"{index} is no index of safetensors files ({type(error).__name__}: {error}). Fetch it again."
             ) from error
+        return sorted(folder / name for name in names)
     single = folder / "model.safetensors"
     files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
     if not files:

@@ -6,10 +6,13 @@ import json
 import math
 import os
 import pathlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.summary import scalar
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -31,7 +34,12 @@ class MetricsLog:
         folder = pathlib.Path(workdir)
         folder.mkdir(parents=True, exist_ok=True)
         self._file = open_for_lines(folder / METRICS_FILE)
-        self._events = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=first_step or None, flush_secs=10)
+        events = folder / TENSORBOARD_FOLDER
+        events.mkdir(exist_ok=True)
+        # Not its `SummaryWriter`: that one's thread dies of a full disk, and the run would wait for it forever.
+        self._events = EventsWriter(str(events / "events"))
+        if first_step:
+            self._write_event(Event(step=first_step, session_log=SessionLog(status=SessionLog.START)))
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends one line; a value that is not finite is written as null, since JSON has no other word for it."""
@@ -39,12 +47,19 @@ class MetricsLog:
         write_line(self._file, {"step": step, **{name: _finite(value) for name, value in values.items()}})
         for name, value in values.items():
             if math.isfinite(value):
-                self._events.add_scalar(name, value, step)
+                self._write_event(Event(step=step, summary=scalar(name, value)))
+        self._events.flush()
+
+    def _write_event(self, event: Any) -> None:
+        event.wall_time = time.time()
+        self._events.write_event(event)
 
     def close(self) -> None:
         """Writes out what is buffered."""
-        self._file.close()
-        self._events.close()
+        try:
+            self._file.close()
+        finally:
+            self._events.close()
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ from jaxrl_llm.observability.progress import Progress
 from jaxrl_llm.observability.summary import print_summary
 from jaxrl_llm.observability.timing import CompileCounter, peak_memory_bytes
 from jaxrl_llm.types import Rollouts
+
+logger = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -77,8 +80,11 @@ class RunLog:
         if self._folder is None or not (self._folder / metrics.METRICS_FILE).exists():
             return
         rows = metrics.read_metrics(self._folder)
-        drawn = curve.plot_learning_curve(rows, self._folder / curve.CURVE_FILE, title=self._folder.name)
-        files = {"folder": str(self._folder)}
+        files, drawn = {"folder": str(self._folder)}, None
+        try:
+            drawn = curve.plot_learning_curve(rows, self._folder / curve.CURVE_FILE, title=self._folder.name)
+        except OSError as error:  # the run is done and saved: a full disk takes the picture alone
+            logger.warning("the learning curve can't be written: %s", error)
         if drawn is not None:
             files["picture"] = drawn.name
         print_summary(rows, num_steps, files)

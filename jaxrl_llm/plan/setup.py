@@ -37,6 +37,9 @@ class NoTokenizer:
     def __len__(self) -> int:
         return 0
 
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
 
 @dataclasses.dataclass(frozen=True)
 class Setup:

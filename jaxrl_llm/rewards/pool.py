@@ -329,7 +329,7 @@ def _source(name: str, config: RewardConfig, function: Callable[..., Any] | None
     if config.function:
         source, separator, attribute = config.function.rpartition(":")
         if separator and source.endswith(".py"):  # a worker must not depend on the current folder
-            return {"target": f"{Path(source).expanduser().absolute()}:{attribute}", "pickle": None}
+            return {"target": f"{Path(os.path.expanduser(source)).absolute()}:{attribute}", "pickle": None}
         return {"target": config.function, "pickle": None}
     if function is None:
         raise UserError(

@@ -92,6 +92,9 @@ def test_a_position_of_other_data_is_refused(tmp_path: Path, tokenizer: Any):
         PromptData(numbered(tmp_path, 8), tokenizer, batch_size=2).restore(state)
     with pytest.raises(UserError, match=r"batch_size = 2, this run has 3"):
         PromptData(numbered(tmp_path, 7), tokenizer, batch_size=3).restore(state)
+    other = DataConfig(train=write(tmp_path, [f"{i}+1=" for i in range(7)], answer="0"))
+    with pytest.raises(UserError, match="belongs to rows_checksum"):
+        PromptData(other, tokenizer, batch_size=2).restore(state)
 
 
 def test_each_epoch_has_its_own_order(tmp_path: Path, tokenizer: Any):

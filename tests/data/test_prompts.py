@@ -72,9 +72,13 @@ def test_when_the_template_is_applied():
         (TEMPLATE, CHAT, {"apply_chat_template": "never"}, "is a chat"),
         (None, "hi", {"system_prompt": "be kind"}, "data.system_prompt = 'be kind'"),
         (TEMPLATE, [{"role": "tool", "content": "x"}], {}, "refuses it: no tool"),
+        ("{% for i in range(10 ** 9) %}x{% endfor %}", "hi", {}, "refuses it: OverflowError: Range too big"),
+        ("{{ 1 / 0 }}", "hi", {}, "refuses it: ZeroDivisionError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "hi", {}, "refuses it: RecursionError"),
     ],
 )
 def test_prompts_that_do_not_fit_the_tokenizer(template: str | None, prompt: object, options: dict, message: str):
+    """Caught: only the errors of the template language told."""
     with pytest.raises(UserError, match=message):
         render_prompt(toy_tokenizer(template), prompt, **options)
 

@@ -28,8 +28,16 @@ def _interleave(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight[rows]
 
 
-def _write(path, source: SafetensorsFolder, architecture: str = "llama", quantized: tuple[str, ...] = ()) -> None:
+def _write(
+    path,
+    source: SafetensorsFolder,
+    architecture: str = "llama",
+    quantized: tuple[str, ...] = (),
+    alignment: bool = False,
+) -> None:
     writer = gguf.GGUFWriter(path, architecture)
+    if alignment:
+        writer.add_custom_alignment(32)
     writer.add_context_length(128)
     writer.add_embedding_length(32)
     writer.add_block_count(2)
@@ -109,6 +117,27 @@ def test_a_real_file_knows_the_capital_of_france():
     positions = jnp.arange(len(words))[None]
     hidden = jax.jit(decoder.hidden)(params, tokens, positions, jnp.ones_like(tokens))
     assert vocabulary[int(jnp.argmax(decoder.logits(params, hidden[0, -1])))] == "ĠParis"
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "lie"),
+    [
+        ("llama.attention.head_count", 4, 0),
+        ("llama.attention.head_count", 4, 2**32 - 1),
+        ("llama.embedding_length", 32, 0),
+        ("llama.feed_forward_length", 64, 2**31),
+        ("general.alignment", 32, 0),
+    ],
+)
+def test_a_file_whose_fields_lie_is_named(source, tmp_path, name, number, lie):
+    file = tmp_path / "model.gguf"
+    _write(file, SafetensorsFolder(source), alignment=True)
+    field = [name.encode() + (4).to_bytes(4, "little") + value.to_bytes(4, "little") for value in (number, lie)]
+    content = file.read_bytes()
+    assert content.count(field[0]) == 1
+    file.write_bytes(content.replace(*field))
+    with pytest.raises(UserError, match=r"model\.gguf|config"):
+        load_model(file)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 20, 300, -1000])

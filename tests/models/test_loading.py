@@ -140,8 +140,21 @@ def test_damaged_folders_are_named(copy):
         load_model(copy)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 3}'])
+def test_a_tensor_that_two_files_hold_is_refused(copy):
+    """Two models in one folder, or an old file left in it. Caught: the last one read is taken, in silence."""
+    (copy / INDEX).unlink()
+    first = min(copy.glob("*.safetensors"))
+    shutil.copy(first, copy / "other.safetensors")
+    with pytest.raises(UserError, match=r"other\.safetensors holds .*, which another file of the folder holds too"):
+        load_model(copy)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"a": "/dev/zero"}}', '{"weight_map": {"a": ".."}}'],
+)
 def test_a_damaged_index_is_named(copy, content):
+    """Also one that leads out of its folder."""
     (copy / INDEX).write_text(content)
     with pytest.raises(UserError, match=r"index\.json is no index of safetensors files"):
         load_model(copy)

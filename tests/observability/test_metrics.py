@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import resource
 
 import numpy as np
 import pytest
@@ -150,3 +151,28 @@ def test_a_folder_that_cannot_be_written_to_stops_the_run(tmp_path: pathlib.Path
     with pytest.raises(RunStopped, match=r"The metrics of step 3 can't be written to .*: Is a directory"):
         log.write(3, {"reward/mean": 0.1})
     log.close()
+
+
+def test_a_disk_that_is_full_for_the_events_alone_stops_the_run(tmp_path: pathlib.Path):
+    """The file with the events is the longer one, and no file may grow beyond some size here."""
+    allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = RunLog(tmp_path)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, allowed[1]))
+    try:
+        with pytest.raises(RunStopped, match=r"can't be written to .*: File too large"):
+            for step in range(100):
+                log.write(step, {"a": 0.1, "b": 0.2, "c": 0.3})
+        assert (tmp_path / METRICS_FILE).stat().st_size < 1900
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
+    log.close()
+
+
+def test_a_picture_that_can_not_be_written_ends_no_run(tmp_path: pathlib.Path, capsys, caplog):
+    """Caught: the error of a disk that is full after the last save, in place of the summary."""
+    log = RunLog(tmp_path)
+    log.write(1, {"reward/mean": 0.1, "eval/accuracy": 0.9})
+    log.close()
+    (tmp_path / "learning_curve.png").symlink_to("/dev/full")
+    log.summary(1)
+    assert "0.900" in capsys.readouterr().err and "learning curve can't be written" in caplog.text
