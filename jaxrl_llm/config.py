@@ -392,7 +392,8 @@ class BlockConfig(options.OptionGroup):
 @dataclasses.dataclass(frozen=True)
 class PlacementConfig(options.OptionGroup):
     """Which roles have devices of their own. The policy's block (`mesh`) is the first devices; the others follow it in
-    the order given here, and none overlap."""
+    the order given here, and none overlap. Of several processes each gives an equal part of its devices to every
+    block."""
 
     generation: BlockConfig = option(BlockConfig, "")
     critic: BlockConfig = option(BlockConfig, "")

@@ -169,7 +169,10 @@ class _Exchange:
             busy |= {(turn, device) for device in both}
             turns += [[]] * (turn == len(turns))
             turns[turn] = [*turns[turn], place]
-        devices = [*route.source.mesh.devices.flat, *route.target.mesh.devices.flat]
+        devices: list[Any] = []
+        for sharding in (route.source, route.target):
+            assert isinstance(sharding.mesh, Mesh)
+            devices += sharding.mesh.devices.flat
         number = {device: index for index, device in enumerate(devices)}
         here = processes.index()
         return cls(

@@ -10,6 +10,7 @@ from jaxrl_llm.device_groups import DeviceGroups
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.loading import load_config
 from jaxrl_llm.options import set_by_path, to_dict
+from jaxrl_llm.placement_rules import require_even_parts
 from jaxrl_llm.trainer import _for_reading
 from tests.test_trainer import make_config, rows_file, run
 
@@ -187,6 +188,26 @@ def test_a_block_must_divide_the_model_that_it_holds(tmp_path, options, words):
         configs.check_against_model(config, load_config(config.model.path), load_tokenizer(config.tokenizer.path))
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("owned", "words"),
+    [
+        ([2, 2, 2], ["3 processes", "mesh has 1 and placement.critic has 2", "a multiple of 3"]),
+        ([4, 2], ["2 processes", "mesh has 1 and placement.generation has 3"]),
+    ],
+)
+def test_a_process_gives_an_equal_part_to_each_block(tmp_path, owned, words):
+    options = {"placement__generation__fsdp": 3, "placement__critic__data": 2}
+    config = configs.with_mesh(config_of(tmp_path / "none", **options), 6)
+    with pytest.raises(UserError) as caught:
+        require_even_parts(config, owned)
+    for word in words:
+        assert word in str(caught.value)
+    even = configs.with_mesh(config_of(tmp_path / "none", mesh__fsdp=4, placement__generation__fsdp=2), 6)
+    require_even_parts(even, [3, 3])
+    with pytest.raises(UserError, match="the processes have 4, 2 devices"):
+        require_even_parts(even, [4, 2])
 
 
 def test_blocks_follow_each_other(tmp_path):

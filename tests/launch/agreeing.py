@@ -96,19 +96,30 @@ def which_reward_model(me: int) -> None:
 
 
 def what_crosses(me: int) -> None:
-    """Arrays of the first device of each process come to the two others of each, whatever splits them before and after,
+    """Each process has a part of both blocks. Arrays of one come to the other, whatever splits them before and after,
     each byte once, and what both processes have does not go from one to the other. Again, nothing compiles."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
+    from jaxrl_llm import config as configs
     from jaxrl_llm import crossing
+    from jaxrl_llm.device_groups import DeviceGroups
     from jaxrl_llm.observability.timing import CompileCounter
 
+    asked = configs.default_config("grpo").to_dict()
+    asked["placement"]["generation"].update(fsdp=2, tensor=2)
+    asked["model"]["path"], asked["data"]["train"] = "builtin:tiny_addition", "builtin:addition/train"
+    asked["rewards"] = {"exact": {"function": "exact_match"}}
+    groups = DeviceGroups.of(configs.with_mesh(configs.resolve(asked), 6))
+    source, target = groups.policy, groups.generation
+    assert target is not None
     devices = np.array(jax.devices()).reshape(2, 3)
-    source, target = Mesh(devices[:, 0], ("x",)), Mesh(devices[:, 1:], ("x", "y"))
-    sources = [NamedSharding(source, PartitionSpec(*spec)) for spec in ((), ("x",), (None, "x"))]
-    targets = [NamedSharding(target, PartitionSpec(*spec)) for spec in ((), (("y", "x"),), (None, "x"), ("x", "y"))]
+    assert [*source.devices.flat] == [*devices[:, 0]] and [*target.devices.flat] == [*devices[:, 1:].flat]
+    befores = ((), ("fsdp",), (None, "fsdp"))
+    afters = ((), (("tensor", "fsdp"),), (None, "fsdp"), ("fsdp", "tensor"))
+    sources = [NamedSharding(source, PartitionSpec(*spec)) for spec in befores]
+    targets = [NamedSharding(target, PartitionSpec(*spec)) for spec in afters]
     pairs = [(one, other) for one in sources for other in targets]
     value = np.arange(8 * 12, dtype=np.float32).reshape(8, 12)
     arrays = [processes.put(value, one) for one, _ in pairs] + [processes.put(np.array(3, jnp.bfloat16), sources[0])]
