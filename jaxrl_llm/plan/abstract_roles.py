@@ -43,27 +43,28 @@ class AbstractRoles(RoleBuilder):
 
     def _load_start(self, mesh: Mesh, dtype: Any) -> tuple[Decoder, Params]:
         decoder = Decoder(model_shape(self.config).with_vocab_multiple())
-        return decoder, self._placed(decoder.abstract_params(), decoder.logical_axes(), dtype)
+        return decoder, placed(decoder.abstract_params(), decoder.logical_axes(), dtype, mesh)
 
     def _load(self, path: str, dtype: Any, role: Role) -> tuple[Decoder, Params]:
+        mesh = self.groups.mesh(role.section)
         if pathlib.Path(path, "checkpoints").is_dir():  # of a run of the same model
-            return self.decoder, self._copy_of_start(dtype)
+            return self.decoder, self._load_start(mesh, dtype)[1]
         local = resolve_path(path, CONFIG_FILES)
         hf = read_hf_config(local)
         body = CLASSIFIERS.get(architecture_of(hf) or "")
         shape = config_from_hf(hf if body is None else {**hf, "architectures": [body]}, str(local))
         decoder = Decoder(shape.with_vocab_multiple())
         if role.head == "values":
-            return decoder, self._placed(abstract_value_params(decoder), value_axes(decoder), dtype)
-        return decoder, self._placed(decoder.abstract_params(), decoder.logical_axes(), dtype)
+            return decoder, placed(abstract_value_params(decoder), value_axes(decoder), dtype, mesh)
+        return decoder, placed(decoder.abstract_params(), decoder.logical_axes(), dtype, mesh)
 
     def _copy_of_start(self, dtype: Any) -> Params:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=leaf.sharding), self.start)
 
     def _headed(self, decoder: Decoder, params: Params) -> Params:
         head = abstract_value_params(decoder)["value_head"]["weight"]
-        dtype = params["embed"]["weight"].dtype
-        weight = jax.ShapeDtypeStruct(head.shape, dtype, sharding=replicated(self.mesh))
+        embedding = params["embed"]["weight"]
+        weight = jax.ShapeDtypeStruct(head.shape, embedding.dtype, sharding=replicated(embedding.sharding.mesh))
         return {
             **{name: value for name, value in params.items() if name != "lm_head"},
             "value_head": {"weight": weight},
@@ -81,11 +82,13 @@ class AbstractRoles(RoleBuilder):
         base = {name: value for name, value in params.items() if name != "value_head"}
         head = {name: value for name, value in params.items() if name == "value_head"}
         shapes, axes = adapters.abstract_adapters(decoder, self.lora), adapters.logical_axes(decoder, self.lora)
-        return base, {**self._placed(shapes, axes, jnp.float32), **head}
+        return base, {**placed(shapes, axes, jnp.float32, self.groups.mesh(role.section)), **head}
 
-    def _placed(self, shapes: Params, axes: Params, dtype: Any) -> Params:
-        cast = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
-        return with_shardings(cast, TRAINING.shardings(self.mesh, axes))
+
+def placed(shapes: Params, axes: Params, dtype: Any, mesh: Mesh) -> Params:
+    """Parameters of logical axes in the training layout of a block, in a dtype."""
+    cast = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+    return with_shardings(cast, TRAINING.shardings(mesh, axes))
 
 
 def with_shardings(tree: Any, shardings: Any) -> Any:

@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import math
 import re
+from collections.abc import Iterable
 
 import numpy as np
 from jax.sharding import Mesh
@@ -71,7 +72,7 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
                 ids = _group(line, mesh.size)
                 if len(ids) > 1:
                     axes = _axes(ids, mesh)
-                    key = match[2], axes, len({index // HOST_DEVICES for index in ids}) > 1, in_loop
+                    key = match[2], axes, across_hosts(ids, mesh), in_loop
                     found[key] += times * _received(match[2], _result_bytes(match[1], match[2], match[3]), len(ids))
                     counts[key] += times
             trips, inside = 1, in_loop
@@ -85,6 +86,12 @@ def collectives(text: str, mesh: Mesh) -> list[Collective]:
     walk(entry, 1, False)
     all_of = [Collective(*key, bytes=size, count=counts[key]) for key, size in found.items()]
     return sorted(all_of, key=lambda one: -one.bytes)
+
+
+def across_hosts(places: Iterable[int], mesh: Mesh) -> bool:
+    """Whether devices, by their places in the mesh, are of several machines: a block of a run may begin within one."""
+    devices = mesh.devices.ravel()
+    return len({devices[place].id // HOST_DEVICES for place in places}) > 1
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str]:

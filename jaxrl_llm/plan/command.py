@@ -43,11 +43,6 @@ def plan(
       UserError: the run can't be on such devices.
     """
     check(devices, device_kind)
-    if config.placement.blocks():
-        raise UserError(
-            f"placement.{next(iter(config.placement.blocks()))} is set, and a plan is of one block of devices that all "
-            "roles share. Leave placement out to plan that."
-        )
     device_kinds.start_without_devices(devices)
     shape = model_shape(config)
     if not search:
@@ -99,7 +94,7 @@ def check(devices: int, device_kind: str) -> None:
 
 def compiled(setup: Setup, planned: PlannedDevices, progress: Console, mesh: str) -> Estimate:
     """The estimate from all programs, each compiled; tells of each."""
-    programs = setup.programs()
+    programs = setup.programs
     reports: dict[str, Report] = {}
     for number, (name, program) in enumerate(programs.items(), start=1):
         start = time.perf_counter()

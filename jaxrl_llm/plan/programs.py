@@ -1,6 +1,6 @@
-"""The programs of a run with the abstract arguments they are compiled for: updates, decode and prefill.
+"""The programs of a run with the abstract arguments they are compiled for: updates, log-probs, decode and prefill.
 
-They are the run's own: those of `update.make_update` and of `decoding.engine.Engine`.
+They are the run's own: those of `update` and of `decoding.engine.Engine`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jaxrl_llm.decoding.engine import Engine
 from jaxrl_llm.models import low_precision
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.plan.abstract_roles import with_shardings
-from jaxrl_llm.sharding import GENERATION, batch_sharding, replicated
+from jaxrl_llm.sharding import GENERATION, Layout, batch_sharding, replicated
 from jaxrl_llm.types import Params, Rows
-from jaxrl_llm.update import RoleState
+from jaxrl_llm.update import RoleState, TeacherReading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ def update_program(
     micro_batches: int,
     mesh: Mesh,
     *,
-    teacher: Params | None = None,
+    teacher: Params | TeacherReading | None = None,
     extras: Sequence[str] = (),
     old_is_actor: bool = True,
 ) -> Program:
@@ -69,18 +69,39 @@ def update_program(
       role: abstract, with shardings.
       extras: as in `Rows`.
     """
-    sizes = micro_batches, shape.rows_per_micro, shape.row_tokens
-    rows = jax.eval_shape(lambda: Rows.zeros(sizes, extras, module=jnp))
-    split, whole = batch_sharding(mesh, ndim=3, row_dimension=1), replicated(mesh)
     arguments = (
         RoleState(role.params, role.opt_state),
         (role.base, teacher),
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split), rows),
-        jax.ShapeDtypeStruct((), jnp.int32, sharding=whole),
-        jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
+        abstract_rows(shape, micro_batches, mesh, extras),
+        _number(jnp.int32, mesh),
+        _number(jnp.float32, mesh),
     )
     # jitted; `gpu_compile.compile` sets the mesh
     return Program(_Static(program.__wrapped__, old_is_actor=old_is_actor), arguments, mesh)
+
+
+def reading_program(
+    program: Callable[..., Any], params: Params, shape: packing.RowShape, micro_batches: int, mesh: Mesh
+) -> Program:
+    """One pass over an optimizer batch that trains nothing.
+
+    Args:
+      program: what `update.make_logprobs`, `make_values` or `make_reading` returned.
+    """
+    rows = abstract_rows(shape, micro_batches, mesh)
+    return Program(program.__wrapped__, (params, rows, _number(jnp.int32, mesh)), mesh)
+
+
+def abstract_rows(shape: packing.RowShape, micro_batches: int, mesh: Mesh, extras: Sequence[str] = ()) -> Rows:
+    """An optimizer batch as `update.put_rows` puts it."""
+    sizes = micro_batches, shape.rows_per_micro, shape.row_tokens
+    rows = jax.eval_shape(lambda: Rows.zeros(sizes, extras, module=jnp))
+    split = batch_sharding(mesh, ndim=3, row_dimension=1)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split), rows)
+
+
+def _number(dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((), dtype, sharding=replicated(mesh))
 
 
 class Generation:
@@ -94,10 +115,19 @@ class Generation:
       mesh: of generation.
       context: most tokens of a sequence.
       dtype: of compute.
+      layout: of the parameters.
     """
 
-    def __init__(self, decoder: Decoder, mesh: Mesh, rollout: RolloutConfig, context: int, dtype: Any):
-        self.decoder, self.mesh, self.rollout = decoder, mesh, rollout
+    def __init__(
+        self,
+        decoder: Decoder,
+        mesh: Mesh,
+        rollout: RolloutConfig,
+        context: int,
+        dtype: Any,
+        layout: Layout = GENERATION,
+    ):
+        self.decoder, self.mesh, self.rollout, self.dtype = decoder, mesh, rollout, jnp.dtype(dtype)
         engine = self.engine = Engine(decoder, mesh, rollout, context=context, dtype=dtype)
         weight_dtype = rollout.weight_dtype
 
@@ -107,7 +137,7 @@ class Generation:
             return {**jax.tree.map(lambda leaf: leaf.astype(dtype), arranged), "layers": layers}
 
         shapes = jax.eval_shape(arrange, decoder.abstract_params())
-        self.params = with_shardings(shapes, GENERATION.shardings(mesh, decoder.generation_axes(weight_dtype)))
+        self.params = with_shardings(shapes, layout.shardings(mesh, decoder.generation_axes(weight_dtype)))
         pools = jax.eval_shape(lambda: engine._zero_pools(jnp.dtype(dtype)))
         self.pools = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=engine._pool_sharding), pools

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,30 +12,33 @@ from rich.table import Table
 from jaxrl_llm.config import RunConfig
 from jaxrl_llm.plan.device_kinds import MEMORY_MARGIN, Efficiency, PlannedDevices
 from jaxrl_llm.plan.estimate import Estimate
+from jaxrl_llm.plan.memory import BlockMemory
 from jaxrl_llm.plan.setup import Setup
 
 SHOWN_OF_SEARCH = 12
 
 
 def mesh_text(config: RunConfig) -> str:
-    sizes = ((axis, size) for axis, size in dataclasses.asdict(config.mesh).items() if size > 1)
-    training = " x ".join(f"{axis} {size}" for axis, size in sizes) or "1 device"
-    return f"{training}; rollout.tensor {config.rollout.tensor}" if config.rollout.tensor else training
+    texts = [sizes_text(dataclasses.asdict(config.mesh))]
+    texts += [f"{role}: {sizes_text(dataclasses.asdict(mesh))}" for role, mesh in config.placement.blocks().items()]
+    if config.rollout.tensor:
+        texts.append(f"rollout.tensor {config.rollout.tensor}")
+    return "; ".join(texts)
+
+
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 device"
 
 
 def show(console: Console, setup: Setup, planned: PlannedDevices, plan: Estimate) -> None:
     """Memory by part and phase, bytes sent, seconds, and whether it fits."""
     unit, scale = ("GB", 1e9) if plan.peak_bytes >= 1e9 else ("MB", 1e6)
-    memory = Table(title="Memory of a device")
-    memory.add_column("part")
-    memory.add_column(unit, justify="right")
-    for name, size in plan.parts.items():
-        if size:
-            memory.add_row(name, f"{size / scale:,.2f}")
-    memory.add_section()
-    for name, size in plan.phases.items():
-        memory.add_row(f"all there is: {name}", f"{size / scale:,.2f}")
-    console.print(memory)
+    for name, block in plan.blocks.items():
+        where = "Memory of a device"
+        if len(plan.blocks) > 1:
+            fullest = ", the fullest block" if name == plan.fullest else ""
+            where += f" of {name} ({sizes_text(block.mesh.shape)}){fullest}"
+        console.print(_memory_table(where, block, unit, scale))
     if any(plan.sent.values()):
         console.print(_sent_table(plan, unit, scale))
     seconds = Table(title="A step, estimated")
@@ -45,9 +48,26 @@ def show(console: Console, setup: Setup, planned: PlannedDevices, plan: Estimate
         seconds.add_row(name, f"{value:,.3g}")
     seconds.add_section()
     seconds.add_row("step", f"{plan.step_s:,.3g}")
+    if plan.step_s < 0.999 * sum(plan.seconds.values()):
+        seconds.caption = "blocks of devices work beside each other"
     console.print(seconds)
     for line in notes(setup, planned, plan):
         console.print(line, highlight=False)
+
+
+def _memory_table(title: str, block: BlockMemory, unit: str, scale: float) -> Table:
+    table = Table(title=title)
+    table.add_column("part")
+    table.add_column(unit, justify="right")
+    for name, size in block.parts.items():
+        if size:
+            table.add_row(name, f"{size / scale:,.2f}")
+    table.add_section()
+    for name, size in block.phases.items():
+        table.add_row(f"all there is: {name}", f"{size / scale:,.2f}")
+    if block.on_host:
+        table.caption = f"{block.on_host / scale:,.2f} {unit} of it rest in the host's memory between uses"
+    return table
 
 
 def _sent_table(plan: Estimate, unit: str, scale: float) -> Table:
@@ -78,8 +98,11 @@ def notes(setup: Setup, planned: PlannedDevices, plan: Estimate) -> list[str]:
         )
     else:
         source = "of a formula, nothing was compiled"
+    fullest = plan.blocks[plan.fullest]
+    where = f" on the devices of {plan.fullest} ({sizes_text(fullest.mesh.shape)}), the fullest block"
     lines = [
-        f"{verdict}: at most {plan.peak_bytes / 1e9:.2f} GB of {planned.memory_bytes / 1e9:.1f}, of which "
+        f"{verdict}: at most {plan.peak_bytes / 1e9:.2f} GB{where if len(plan.blocks) > 1 else ''} of "
+        f"{planned.memory_bytes / 1e9:.1f}, of which "
         f"{MEMORY_MARGIN:.0%} stay free for the driver, NCCL and the allocator: {limit / 1e9:.1f} remain.",
         f"Temporaries are {source}.",
         f"An update has {plan.micro_batches} micro-batches of {setup.row_shape.rows_per_micro} rows of "
@@ -92,8 +115,6 @@ def notes(setup: Setup, planned: PlannedDevices, plan: Estimate) -> list[str]:
     ]
     if setup.mesh.shape["pipeline"] > 1:
         lines.insert(3, f"The stages of the pipeline are idle {plan.bubble:.1%} of an update.")
-    if setup.config.reward_model.path:
-        lines.append("The reward model is not in the plan: add its parameters to every device's memory.")
     return lines
 
 
@@ -109,7 +130,7 @@ def show_ranking(console: Console, rows: Sequence[tuple[RunConfig, Setup, Estima
             "yes" if plan.fits else "no",
             f"{plan.step_s:.3g}",
             *[f"{value:.3g}" for value in generating],
-            f"{plan.step_s - sum(generating):.3g}",
+            f"{sum(plan.seconds.values()) - sum(generating):.3g}",
             "compiled" if plan.compiled else "formula",
         )
     if len(rows) > SHOWN_OF_SEARCH:
@@ -118,11 +139,12 @@ def show_ranking(console: Console, rows: Sequence[tuple[RunConfig, Setup, Estima
 
 
 def as_json(setup: Setup, planned: PlannedDevices, plan: Estimate) -> dict[str, Any]:
-    """Everything of a plan: bytes of one device, seconds of a step."""
+    """Everything of a plan: bytes of one device, seconds of a step. What stands outside ``blocks`` is of the fullest
+    one."""
     return {
         "mesh": dict(setup.mesh.shape),
         "generation_mesh": None if setup.generation is None else dict(setup.generation.mesh.shape),
-        "devices": setup.mesh.size,
+        "devices": sum(mesh.size for mesh in setup.groups.meshes),
         "device_kind": planned.kind.name,
         "compiled": plan.compiled,
         "simulated_on_cpu": planned.simulated,
@@ -133,6 +155,18 @@ def as_json(setup: Setup, planned: PlannedDevices, plan: Estimate) -> dict[str, 
         "fits": plan.fits,
         "parts_bytes": plan.parts,
         "phases_bytes": plan.phases,
+        "fullest": plan.fullest,
+        "blocks": {
+            name: {
+                "mesh": dict(block.mesh.shape),
+                "peak_bytes": block.peak_bytes,
+                "fits": block.fits,
+                "parts_bytes": block.parts,
+                "phases_bytes": block.phases,
+                "on_host_bytes": block.on_host,
+            }
+            for name, block in plan.blocks.items()
+        },
         "seconds": plan.seconds,
         "step_s": plan.step_s,
         "micro_batches": plan.micro_batches,

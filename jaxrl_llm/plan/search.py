@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from jaxrl_llm.algorithms import find_algorithm
@@ -29,11 +30,14 @@ def meshes(count: int) -> Iterator[MeshConfig]:
 
 
 def candidates(config: RunConfig, shape: ModelConfig, planned: PlannedDevices) -> Iterator[tuple[RunConfig, Setup]]:
-    """The configuration on every mesh and with every size of ``rollout.tensor`` that the checks of a run allow."""
-    generates = find_algorithm(config.algorithm.name).generates
-    for mesh in meshes(len(planned.devices)):
-        for tensor in GENERATION_TENSOR if generates and config.hybrid_engine.enable_3d_resharding else (0,):
-            if tensor == mesh.tensor:
+    """The configuration on every mesh and with every size of ``rollout.tensor`` that the checks of a run allow. Blocks
+    of `placement` stay as they are."""
+    taken = sum(math.prod(dataclasses.astuple(mesh)) for mesh in config.placement.blocks().values())
+    varies = find_algorithm(config.algorithm.name).generates and config.hybrid_engine.enable_3d_resharding
+    varies = varies and config.placement.owner("generation") == "policy"
+    for mesh in meshes(len(planned.devices) - taken):
+        for tensor in GENERATION_TENSOR if varies else (config.rollout.tensor,):
+            if varies and tensor == mesh.tensor:
                 continue  # that is 0
             rollout = dataclasses.replace(config.rollout, tensor=tensor)
             one = dataclasses.replace(config, mesh=mesh, rollout=rollout)
@@ -67,9 +71,9 @@ def rank(row: tuple[RunConfig, Setup, Estimate]) -> tuple[bool, float, int]:
 
 
 def _check(config: RunConfig) -> None:
-    from jaxrl_llm import validation
+    from jaxrl_llm import placement_rules, validation
 
-    validation.generation_factors(config.mesh, config.rollout.tensor)
+    placement_rules.check_blocks(config)
     problems = [text for level, text in validation.conflicts(config, True) if level == "error"]
     if problems:
         raise UserError(problems[0])

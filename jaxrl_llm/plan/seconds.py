@@ -6,11 +6,17 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from jax.sharding import Mesh
+
+from jaxrl_kernels.gpu_compile import HOST_DEVICES
+from jaxrl_llm.packing import RowShape
 from jaxrl_llm.plan.collectives import Collective
 from jaxrl_llm.plan.device_kinds import DeviceKind, Efficiency, PlannedDevices
 from jaxrl_llm.plan.formulas import matrix_parameters
+from jaxrl_llm.plan.passes import sequences_per_prompt
 from jaxrl_llm.plan.programs import device_bytes
-from jaxrl_llm.plan.setup import Setup
+from jaxrl_llm.plan.setup import COMPARISON, READING, SCORES, Setup
+from jaxrl_llm.roles import Model
 
 ROW_FILL = 0.9
 """Part of packed rows that holds tokens."""
@@ -23,7 +29,8 @@ class Work:
     Attributes:
       sequences: completions (or sequences of the data) of a step.
       columns: tokens of packed rows; a prompt that completions share counts once.
-      updates: optimizer updates of a step; ``micro_batches`` is of one.
+      updates: optimizer updates of a step.
+      batches: optimizer batches of a step, each of which every epoch learns from once.
     """
 
     prompts: int
@@ -32,21 +39,21 @@ class Work:
     new_tokens: int
     columns: int
     updates: int
-    micro_batches: int
+    batches: int
 
     @classmethod
     def of(cls, setup: Setup) -> Work:
         config = setup.config
         prompts, prompt = config.train_batch_size, config.data.max_prompt_tokens
-        generates = setup.algorithm.generates
-        each = config.rollout.samples_per_prompt if generates else 2 if setup.algorithm.data == "preference" else 1
-        new, sequences = config.rollout.max_new_tokens, prompts * each
-        shared = config.training.share_prompts and generates
+        new, sequences = config.rollout.max_new_tokens, prompts * sequences_per_prompt(config, setup.algorithm)
+        shared = config.training.share_prompts and setup.algorithm.generates
         columns = sequences * new + (prompts if shared else sequences) * prompt
-        updates = -(-prompts // config.training.mini_batch_size) * config.training.epochs
-        per_micro = setup.row_shape.rows_per_micro * setup.row_shape.row_tokens * ROW_FILL
-        micro = math.ceil(columns * config.training.epochs / updates / per_micro)
-        return cls(prompts, sequences, prompt, new, columns, updates, micro)
+        batches = -(-prompts // config.training.mini_batch_size)
+        return cls(prompts, sequences, prompt, new, columns, batches * config.training.epochs, batches)
+
+    def micro_batches(self, shape: RowShape) -> int:
+        """Of one optimizer batch."""
+        return math.ceil(self.columns / self.batches / (shape.rows_per_micro * shape.row_tokens * ROW_FILL))
 
 
 def forward_flops(setup: Setup, role: str, tokens: float, seen: float) -> float:
@@ -63,40 +70,100 @@ def phase_seconds(
     efficiency: Efficiency,
     work: Work,
     sent: Mapping[str, list[Collective]],
-    idle: float,
 ) -> dict[str, float]:
-    kind, devices = planned.kind, setup.mesh.size
-    rate = kind.flops * efficiency.training * devices
-    seen = (work.prompt_tokens + work.new_tokens) / 2
+    """By phase; those that are computed by programs of `Setup.programs` have their names."""
+    kind = planned.kind
     found: dict[str, float] = {}
     if setup.generation is not None:
-        layout = setup.layout
-        link = (kind.link_rate if devices <= 8 else kind.network_rate) * efficiency.communication
+        mesh, layout = setup.generation.mesh, setup.layout
+        taking_part = mesh.size if setup.groups.generation is None else mesh.size + setup.mesh.size
+        link = (kind.link_rate if taking_part <= HOST_DEVICES else kind.network_rate) * efficiency.communication
         found["layout change"] = layout.received / link + 2 * layout.new / kind.memory_rate
-        prefilling = forward_flops(setup, setup.main, work.prompts * work.prompt_tokens, work.prompt_tokens / 2) / rate
+        flops = forward_flops(setup, setup.main, work.prompts * work.prompt_tokens, work.prompt_tokens / 2)
         sending = _prefills(setup, work) * _communication(sent.get("prefill", []), kind, efficiency, 1)
-        found["prefill"] = prefilling + sending
+        found["prefill"] = flops / (kind.flops * efficiency.training * mesh.size) + sending
         found["decode"] = _decode_seconds(setup, planned, efficiency, work, sent.get("decode", []))
-    frozen = [role for role in setup.models if role not in setup.trained]
-    divergence = setup.algorithm.divergence(setup.config.algorithm.options)
-    passes = [role for role in frozen if divergence is None or role != divergence.role]
-    if work.updates > 1 and setup.algorithm.generates:
-        passes += setup.trained  # the old log-probabilities or values
-    if passes:
-        found["log-probs"] = sum(forward_flops(setup, role, work.columns, seen) for role in passes) / rate / (1 - idle)
-    again = {"none": 3, "dots": 3.3, "full": 4}[setup.config.model.remat]
+    if (scorer := setup.reward_model) is not None:
+        batches, padded = scorer.batches(work.sequences, work.prompt_tokens + work.new_tokens)
+        computing = scorer.flops(padded) / (kind.flops * efficiency.training * scorer.program.mesh.size)
+        found[SCORES] = computing + batches * _communication(sent.get(SCORES, []), kind, efficiency, 1)
+    for one in setup.passes:
+        found[one.name] = _pass_seconds(setup, kind, efficiency, work, one.role, one.share, sent.get(one.name, []))
+    if setup.config.placement.staleness:  # one micro-batch
+        micro = 1 / work.micro_batches(setup.row_shape) / work.batches
+        sending = sent.get(COMPARISON, [])
+        found[COMPARISON] = _pass_seconds(setup, kind, efficiency, work, setup.main, micro, sending)
+    if setup.apart_teacher is not None:
+        each, sending = setup.config.training.epochs, sent.get(READING, [])
+        found[READING] = _pass_seconds(setup, kind, efficiency, work, setup.apart_teacher, each, sending)
     for role in setup.trained:
         name = f"update of {role}"
-        compute = again * forward_flops(setup, role, work.columns * setup.config.training.epochs, seen) / rate
-        # Sums within a tensor group are waited for; gathers and scatters of weights run beside products.
-        between = [one for one in sent.get(name, []) if set(one.axes) & {"tensor", "pipeline"}]
-        beside = [one for one in sent.get(name, []) if one not in between]
-        waited = _communication(between, kind, efficiency, work.micro_batches)
-        hidden = _communication(beside, kind, efficiency, work.micro_batches)
-        optimizer = work.updates * 3 * device_bytes(setup.states[role].opt_state) / kind.memory_rate
-        compute /= 1 - idle
-        found[name] = max(compute, work.updates * hidden) + work.updates * waited + optimizer
+        found[name] = _update_seconds(setup, kind, efficiency, work, role, sent.get(name, []))
     return found
+
+
+def step_seconds(setup: Setup, seconds: Mapping[str, float]) -> float:
+    """Of a whole step. Roles of different blocks are updated at the same time, and with `placement.staleness` all that
+    samples runs beside all that learns."""
+    updates: dict[Mesh, float] = {}
+    for role in setup.trained:
+        mesh = setup.models[role].mesh
+        updates[mesh] = updates.get(mesh, 0.0) + seconds[f"update of {role}"]
+    sampling = sum(seconds.get(name, 0.0) for name in ("prefill", "decode", SCORES))
+    others = sum(seconds.values()) - sampling - sum(updates.values()) - seconds.get("layout change", 0.0)
+    learning = others + max(updates.values())
+    both = max(sampling, learning) if setup.config.placement.staleness else sampling + learning
+    return both + seconds.get("layout change", 0.0)
+
+
+def _pass_seconds(
+    setup: Setup,
+    kind: DeviceKind,
+    efficiency: Efficiency,
+    work: Work,
+    role: str,
+    share: float,
+    sent: Sequence[Collective],
+) -> float:
+    """Of forward passes of a role over a share of a step's sequences."""
+    model = setup.models[role]
+    seen = (work.prompt_tokens + work.new_tokens) / 2
+    rate = kind.flops * efficiency.training * model.mesh.size * (1 - _idle(model))
+    computing = share * forward_flops(setup, role, work.columns, seen) / rate
+    between, beside = _waited_and_hidden(sent)
+    trips = work.micro_batches(setup.row_shapes[model.mesh])
+    waited, hidden = (
+        share * work.batches * _communication(part, kind, efficiency, trips) for part in (between, beside)
+    )
+    return max(computing, hidden) + waited
+
+
+def _update_seconds(
+    setup: Setup, kind: DeviceKind, efficiency: Efficiency, work: Work, role: str, sent: Sequence[Collective]
+) -> float:
+    model = setup.models[role]
+    again = {"none": 3, "dots": 3.3, "full": 4}[setup.config.model.remat]
+    seen, tokens = (work.prompt_tokens + work.new_tokens) / 2, work.columns * setup.config.training.epochs
+    flops = again * forward_flops(setup, role, tokens, seen)
+    if setup.teacher is not None and setup.apart_teacher is None:  # it reads the rows in the same program
+        flops += forward_flops(setup, setup.teacher, tokens, seen)
+    computing = flops / (kind.flops * efficiency.training * model.mesh.size * (1 - _idle(model)))
+    between, beside = _waited_and_hidden(sent)
+    trips = work.micro_batches(setup.row_shapes[model.mesh])
+    waited, hidden = (work.updates * _communication(part, kind, efficiency, trips) for part in (between, beside))
+    optimizer = work.updates * 3 * device_bytes(setup.states[role].opt_state) / kind.memory_rate
+    return max(computing, hidden) + waited + optimizer
+
+
+def _waited_and_hidden(sent: Sequence[Collective]) -> tuple[list[Collective], list[Collective]]:
+    """Sums within a tensor group are waited for; gathers and scatters of weights run beside products."""
+    between = [one for one in sent if set(one.axes) & {"tensor", "pipeline"}]
+    return between, [one for one in sent if one not in between]
+
+
+def _idle(model: Model) -> float:
+    """Part of the time in which a pipeline's stages have nothing to do."""
+    return 0.0 if model.forward.schedule is None else model.forward.schedule.bubble
 
 
 def _prefills(setup: Setup, work: Work) -> int:

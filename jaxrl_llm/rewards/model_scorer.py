@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +22,9 @@ from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.buckets import growing
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.classifier import CLASSIFIERS, END_TOKEN, architecture_of, load_classifier
+from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.encoder import Encoder
+from jaxrl_llm.models.encoder import Encoder, EncoderConfig
 from jaxrl_llm.models.encoder_loading import ENCODERS, encoder_config, load_encoder
 from jaxrl_llm.models.labels import Labels
 from jaxrl_llm.models.loading import read_hf_config, resolve_path
@@ -78,37 +80,22 @@ class ModelScorer:
     ):
         local = resolve_path(path)
         hf = read_hf_config(local)
-        architecture = architecture_of(hf)
-        if architecture not in CLASSIFIERS and architecture not in ENCODERS:
-            raise UserError(
-                f"The reward model {str(path)!r} has the architecture {architecture!r}, which can't score a text here; "
-                f"supported are {', '.join((*CLASSIFIERS, *ENCODERS))}. Choose a model of one of these."
-            )
         if max_tokens < 0 or batch_tokens < 1:
             raise UserError(
                 f"The reward model has max_tokens = {max_tokens} and batch_tokens = {batch_tokens}; they must be at "
                 "least 0 and 1."
             )
-        if architecture in ENCODERS:
-            longest = encoder_config(hf, str(local)).max_position
-        else:
-            longest = config_from_hf({**hf, "architectures": [CLASSIFIERS[architecture]]}, str(local)).max_position
-        if max_tokens > longest:
-            raise UserError(
-                f"reward_model.max_tokens is {max_tokens}, but {str(path)!r} reads at most {longest} tokens. Lower it, "
-                "or 0 for that."
-            )
-        max_tokens = max_tokens or min(longest, 1024)
+        shape, max_tokens = scoring_shape(hf, str(path), max_tokens)
+        is_encoder = isinstance(shape, EncoderConfig)
         labels = Labels.from_hf(hf)
         labels.check(label, output)
         self._tokenizer = load_tokenizer(local)
-        self._template = choose_template(self._tokenizer, template, is_encoder=architecture in ENCODERS)
+        self._template = choose_template(self._tokenizer, template, is_encoder=is_encoder)
         end = hf.get(END_TOKEN)
         self._end_token_id = end if isinstance(end, int) else None
         self._uses_types = False
-        if architecture in ENCODERS:
+        if is_encoder:
             model, self._params = load_encoder(local, sharding=None if mesh is None else replicated(mesh), dtype=dtype)
-            logits = functools.partial(_encoder_logits, model)
             takes_types = "token_type_ids" in self._tokenizer.model_input_names
             self._uses_types = takes_types and model.config.type_vocab_size > 1
         else:
@@ -120,18 +107,9 @@ class ModelScorer:
                 vocab_multiple=1 if mesh is None else mesh.shape["tensor"],
                 several_labels=True,
             )
-            logits = functools.partial(_decoder_logits, model)
-
-        def scores(params: Params, tokens: Array, types: Array, lengths: Array) -> Array:
-            return labels.scores(logits(params, tokens, types, lengths), label, output)
-
-        self._scores = jax.jit(scores, out_shardings=None if mesh is None else replicated(mesh))
+        self._scores = scores_program(model, labels, label, output, mesh)
         self._config, self._mesh, self._max_tokens = model.config, mesh, max_tokens
-        shards = 1 if mesh is None else batch_shards(mesh)
-        self._rows = {
-            tokens: growing(shards, max(batch_tokens // tokens // shards, 1) * shards, factor=4)
-            for tokens in growing(SMALLEST_TOKENS, max_tokens, factor=2)
-        }
+        self._rows = batch_shapes(max_tokens, batch_tokens, 1 if mesh is None else batch_shards(mesh))
         self.shapes = tuple((rows, tokens) for tokens, sizes in self._rows.items() for rows in sizes)
         self.metrics: dict[str, float] = {}
         self._told_of_cuts = False
@@ -235,6 +213,51 @@ class ModelScorer:
                 len(inputs),
                 self._max_tokens,
             )
+
+
+def scoring_shape(hf: dict[str, Any], source: str, max_tokens: int) -> tuple[ModelConfig | EncoderConfig, int]:
+    """The shape that the ``config.json`` of a reward model names, and the most tokens of a text, where 0 was given too.
+
+    Raises:
+      UserError: one that can't score, or that can't read so many tokens; ``source`` names it.
+    """
+    architecture = architecture_of(hf)
+    if architecture not in CLASSIFIERS and architecture not in ENCODERS:
+        raise UserError(
+            f"The reward model {source!r} has the architecture {architecture!r}, which can't score a text here; "
+            f"supported are {', '.join((*CLASSIFIERS, *ENCODERS))}. Choose a model of one of these."
+        )
+    if architecture in ENCODERS:
+        shape = encoder_config(hf, source)
+    else:
+        shape = config_from_hf({**hf, "architectures": [CLASSIFIERS[architecture]]}, source)
+    longest = shape.max_position
+    if max_tokens > longest:
+        raise UserError(
+            f"reward_model.max_tokens is {max_tokens}, but {source!r} reads at most {longest} tokens. Lower it, or 0 "
+            "for that."
+        )
+    return shape, max_tokens or min(longest, 1024)
+
+
+def scores_program(
+    model: Decoder | Encoder, labels: Labels, label: int | None, output: str, mesh: Mesh | None
+) -> Callable[..., Array]:
+    """The jitted ``scores(params, tokens, types, lengths) -> [N]``; arguments as `ModelScorer`'s."""
+    logits = functools.partial(_encoder_logits if isinstance(model, Encoder) else _decoder_logits, model)
+
+    def scores(params: Params, tokens: Array, types: Array, lengths: Array) -> Array:
+        return labels.scores(logits(params, tokens, types, lengths), label, output)
+
+    return jax.jit(scores, out_shardings=None if mesh is None else replicated(mesh))
+
+
+def batch_shapes(max_tokens: int, batch_tokens: int, shards: int) -> dict[int, tuple[int, ...]]:
+    """By the tokens of a row, the numbers of rows of a batch; both from the smallest to the largest."""
+    return {
+        tokens: growing(shards, max(batch_tokens // tokens // shards, 1) * shards, factor=4)
+        for tokens in growing(SMALLEST_TOKENS, max_tokens, factor=2)
+    }
 
 
 def _decoder_logits(

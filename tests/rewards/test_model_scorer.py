@@ -12,9 +12,12 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from jaxrl_llm.config import MeshConfig, RewardModelConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.plan.reward_model import PlannedScorer
 from jaxrl_llm.rewards.model_scorer import ModelScorer
 from jaxrl_llm.rewards.score_inputs import choose_template, score_inputs
+from jaxrl_llm.sharding import make_mesh
 
 WORDS = ["<pad>", "<bos>", "<eos>", "<unk>", "U:", "A:", *(chr(code) for code in range(ord("a"), ord("z") + 1))]
 SHAPE = {
@@ -286,3 +289,25 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     scorer = ModelScorer(tmp_path, max_tokens=32)
     with pytest.raises(UserError, match=f"token id {len(WORDS) - 1}, but its model has {len(WORDS) - 1} tokens"):
         scorer.score(["a"], ["z"])
+
+
+@pytest.mark.parametrize("name", ["concat", "pair", "roberta"])
+def test_a_plan_has_the_arrays_of_the_model(folders, name):
+    """From ``config.json`` alone: parameters, shardings and the largest batch of a scorer on a mesh.
+
+    Caught: a head for one label where there are three; an encoder that is split; rows of one device.
+    """
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2), jax.devices()[:4])
+    label = {"pair": 2, "roberta": 1}.get(name)
+    scorer = ModelScorer(folders[name][0], max_tokens=100, batch_tokens=400, label=label, mesh=mesh)
+    settings = RewardModelConfig(
+        path=str(folders[name][0]), max_tokens=100, batch_tokens=400, label=-1 if label is None else label
+    )
+    planned = PlannedScorer.of(settings, mesh, np.dtype("float32"))
+    found, wanted = jax.tree.leaves_with_path(planned.params), jax.tree.leaves_with_path(scorer._params)
+    assert [path for path, _ in found] == [path for path, _ in wanted]
+    for (path, one), (_, array) in zip(found, wanted, strict=True):
+        assert (one.shape, one.dtype) == (array.shape, array.dtype), path
+        assert one.sharding.is_equivalent_to(array.sharding, array.ndim), path
+    assert planned.program.arguments[1].shape == scorer.shapes[-1] == (4, 100)
+    assert planned.batches(5, 40) == (1, 5 * 64) and planned.batches(5, 999) == (2, 500)
