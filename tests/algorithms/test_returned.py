@@ -45,7 +45,7 @@ def sequences(**fields: Any) -> Sequences:
         ({"advantages": [np.ones(3), np.ones(1)]}, r"advantages .* has the shape \(3,\) for sequence 0, which has 5"),
         ({"advantages": [np.ones(5), np.ones((3, 1))]}, r"advantages .* has the shape \(3, 1\) for sequence 1"),
         ({"advantages": [np.ones(5)]}, "advantages .* has 1 entries for 2 sequences"),
-        ({"old_logprobs": [np.ones(5), np.float32(0)]}, r"old_logprobs .* has the shape \(\) for sequence 1"),
+        ({"old_logprobs": [np.ones(5), np.array(0.0)]}, r"old_logprobs .* has the shape \(\) for sequence 1"),
         ({"loss_mask": [np.ones(5, bool), np.ones(4, bool)]}, r"loss_mask .* has the shape \(4,\) for sequence 1"),
         ({"group": np.zeros(3, np.int32)}, "group .* has 3 entries"),
         ({"extras": {"bonus": [np.ones(4), 1.0]}}, r"extras\['bonus'\] .* has the shape \(4,\) for sequence 0"),
