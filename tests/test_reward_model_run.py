@@ -1,5 +1,6 @@
 """From pairs to a reward: a model is trained, exported, and scores another run's answers as it was trained to."""
 
+import dataclasses
 import json
 import shutil
 
@@ -7,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_llm import roles
 from jaxrl_llm.algorithms import pairs
 from jaxrl_llm.algorithms.reward_model import REWARD_MODEL_TRAINING
 from jaxrl_llm.errors import RunStopped, UserError
@@ -27,12 +29,13 @@ def start(config, workdir=None, devices=1):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The exported folder, and the training's own scores of its pairs after three steps."""
+    """The exported folder, the metrics of four steps, and the training's own scores of its pairs after three of them,
+    which are those that are exported and that the fourth step reads."""
     folder = tmp_path_factory.mktemp("reward_model")
     file = folder / "pairs.jsonl"
     rows = [dict(zip(("prompt", "chosen", "rejected"), pair, strict=True)) for pair in PAIRS]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"algorithm.name": "reward_model", "rewards": {}, "optimizer.learning_rate": 1e-2, "num_steps": 3}
+    changes = {"algorithm.name": "reward_model", "rewards": {}, "optimizer.learning_rate": 1e-2, "num_steps": 4}
     config = make_config(
         file, **changes, train_batch_size=8, **{"training.mini_batch_size": 0, "training.row_tokens": 0}
     )
@@ -46,6 +49,7 @@ def trained(tmp_path_factory):
     sequences = pairs.sequences_of_pairs(rollouts, np.arange(len(rollouts)).reshape(-1, 2))
     scores = [float(values[-1]) for values in context.values("reward_model", sequences)]
     prompts = [example.prompt for example in rollouts.examples]
+    metrics.append(trainer.step(next(trainer.data))[0])
     trainer.close()
     return folder / "exported", metrics, dict(zip(prompts, zip(scores[::2], scores[1::2], strict=True), strict=True))
 
@@ -55,6 +59,8 @@ def test_an_exported_model_scores_as_it_was_trained(trained):
     way."""
     folder, metrics, scores = trained
     assert metrics[-1]["loss/total"] < metrics[0]["loss/total"] == pytest.approx(np.log(2), abs=1e-6)
+    margin = np.mean([chosen - rejected for chosen, rejected in scores.values()])
+    assert margin > 0.01 and metrics[-1]["rewards/margins"] == pytest.approx(margin, abs=1e-5)
     scorer = ModelScorer(folder, max_tokens=16)
     for place in (1, 2):
         found = scorer.score([pair[0] for pair in PAIRS], [pair[place] for pair in PAIRS])
@@ -149,9 +155,12 @@ def test_a_resumed_run_keeps_the_reference_that_it_began_with(rows_file, tmp_pat
         start(config, tmp_path / "run")
 
 
-def test_a_critic_starts_from_a_classifier_and_a_reference_from_an_earlier_run(trained, rows_file, tmp_path):
+def test_a_critic_starts_from_a_classifier_and_a_reference_from_an_earlier_run(
+    trained, rows_file, tmp_path, monkeypatch
+):
     """Target: a new head in place of the classifier's; the policy's start in place of the checkpoint; a critic with
-    another vocabulary."""
+    another vocabulary.
+    """
     folder, _, _ = trained
     first = start(make_config(rows_file, num_steps=1), tmp_path / "first")
     params = first.roles["policy"].params
@@ -165,6 +174,12 @@ def test_a_critic_starts_from_a_classifier_and_a_reference_from_an_earlier_run(t
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(reference), jax.device_get(first.roles["policy"].params))
     assert np.asarray(trainer.roles["critic"].params["value_head"]["weight"]).any()
     trainer.close()
+    config = dataclasses.replace(trainer.decoder.config, vocab_size=17, padded_vocab_size=24)
+    larger = dataclasses.replace(trainer.decoder, config=config)
+    with monkeypatch.context() as patched:
+        patched.setattr(roles, "load_classifier", lambda *_, **__: (larger, {}))
+        with pytest.raises(UserError, match=r"critic\.path = .* has 17 vocabulary rows and the policy 16"):
+            start(make_config(rows_file, **changes))
     lora = make_config(rows_file, **{"model.lora_rank": 2, "checkpoint.every_steps": 0})
     adapters = start(lora, tmp_path / "adapters")
     adapters.step_index = 1

@@ -145,8 +145,7 @@ def test_nothing_crosses_between_agents(tmp_path):
     """On a fixed episode: another agent's parameters leave an agent's update as it is, bit for bit; every request for
     an answer has random numbers of its own; and what is compiled serves all agents.
 
-    Target: a critic that all agents read; one policy's log-probs for all; all agents drawing with the same seeds; a
-    program for each agent.
+    Caught: a critic that all agents read; one policy's log-probs for all; all agents drawing with the same seeds.
     """
     trainer = make_trainer(**{"training.epochs": 2})
     seeds, generate = [], trainer.rollout.engine.generate
@@ -159,6 +158,10 @@ def test_nothing_crosses_between_agents(tmp_path):
     episode = trainer.algorithm.collect(StepContext(trainer, PhaseTimer()), next(trainer.data))
     assert len(seeds) == len(set(seeds)) == 16
     start = jax.device_get({name: trainer.roles[name] for name in trainer.roles})
+    for name in ("critic", "critic_1"):  # fresh heads are zero, and every critic would say the same
+        params, draw = start[name].params, np.random.default_rng(len(name))
+        head = jax.tree.map(lambda leaf: draw.normal(0, 0.1, leaf.shape).astype(leaf.dtype), params["value_head"])  # noqa: B023
+        start[name] = dataclasses.replace(start[name], params={**params, "value_head": head})
 
     def updated(changed):
         for name, state in start.items():
