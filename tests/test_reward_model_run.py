@@ -55,7 +55,7 @@ def trained(tmp_path_factory):
 
 
 def test_an_exported_model_scores_as_it_was_trained(trained):
-    """Target: the score read before the end of sequence; the head left out of the export; a loss that pushes the wrong
+    """Caught: the score read before the end of sequence; the head left out of the export; a loss that pushes the wrong
     way."""
     folder, metrics, scores = trained
     assert metrics[-1]["loss/total"] < metrics[0]["loss/total"] == pytest.approx(np.log(2), abs=1e-6)
@@ -70,7 +70,7 @@ def test_an_exported_model_scores_as_it_was_trained(trained):
 
 
 def test_transformers_gives_the_same_scores_of_texts_that_end(trained):
-    """Target: a padding token in the folder that is the end of sequence, which transformers would skip."""
+    """Caught: a padding token in the folder that is the end of sequence, which transformers would skip."""
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -86,11 +86,9 @@ def test_transformers_gives_the_same_scores_of_texts_that_end(trained):
 
 
 def test_it_is_a_reward_alone_and_beside_functions(trained, rows_file, monkeypatch):
-    """One step of GRPO; and scores alone, by a model on a block of its own, which splits it. Target: a weight left out;
+    """One step of GRPO; and scores alone, by a model on a block of its own, which splits it. Caught: a weight left out;
     a score that replaces the functions'; prompts and answers in another order; a model whose scores all failed taken
-    for zeros.
-
-    Caught: a model beside the policy in place of its block."""
+    for zeros; a model beside the policy in place of its block."""
     folder, _, _ = trained
     model = {"reward_model.path": str(folder), "reward_model.max_tokens": 16, "reward_model.weight": 0.5}
     shared = {**model, "training.mini_batch_size": 2, "num_steps": 1}
@@ -158,9 +156,8 @@ def test_a_resumed_run_keeps_the_reference_that_it_began_with(rows_file, tmp_pat
 def test_a_critic_starts_from_a_classifier_and_a_reference_from_an_earlier_run(
     trained, rows_file, tmp_path, monkeypatch
 ):
-    """Target: a new head in place of the classifier's; the policy's start in place of the checkpoint; a critic with
-    another vocabulary.
-    """
+    """Caught: a new head in place of the classifier's; the policy's start in place of the checkpoint; a critic with
+    another vocabulary."""
     folder, _, _ = trained
     first = start(make_config(rows_file, num_steps=1), tmp_path / "first")
     params = first.roles["policy"].params

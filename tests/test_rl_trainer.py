@@ -147,8 +147,8 @@ BLOCKS = {
 def test_rows_of_the_documentation_are_learned_from(algo, shown, metric, monkeypatch):
     """Its code as it stands, then five more steps on its rows, which the model then likes as they say.
 
-    Caught: a row taken for a prompt; chosen and rejected exchanged. Target: the labels of KTO exchanged, or the sign of
-    a loss.
+    Caught: a row taken for a prompt; chosen and rejected exchanged; the labels of KTO exchanged, or the sign of a
+    loss.
     """
     monkeypatch.setattr(rl_trainer, "Trainer", OnOneDevice)
     names = {"RLTrainer": jaxrl_llm.RLTrainer}

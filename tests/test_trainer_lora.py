@@ -31,7 +31,7 @@ def start(config, workdir=None):
 
 
 def test_a_run_trains_keeps_and_exports_adapters(rows_file, tmp_path):
-    """Two steps of GRPO with a KL. Target: a copy of the base for the reference; a base that is donated, or trained; a
+    """Two steps of GRPO with a KL. Caught: a copy of the base for the reference; a base that is donated, or trained; a
     reference with the policy's adapters (KL of 0 in the second step); all of the model moved to the decoder again; the
     base, or the frozen reference, saved; adapters that start again; an export of the base."""
     trainer = start(make_config(rows_file, **LORA, **{"algorithm.kl_coef": 0.1}), tmp_path / "run")
@@ -86,7 +86,7 @@ def test_a_run_trains_keeps_and_exports_adapters(rows_file, tmp_path):
 def test_each_agent_has_adapters_and_a_critic_of_its_own_on_one_base(rows_file):
     """Two agents of IPPO: PPO's roles, twice.
 
-    Target: a base of its own for the critic; a value head that is left out of what is trained; equal adapters; the
+    Caught: a base of its own for the critic; a value head that is left out of what is trained; equal adapters; the
     second agent's answers by the first one's adapters.
     """
     changes = {name: value for name, value in LORA.items() if name != "checkpoint.every_steps"}
@@ -114,7 +114,7 @@ def test_each_agent_has_adapters_and_a_critic_of_its_own_on_one_base(rows_file):
 
 
 def test_what_is_trained_is_float32_and_the_base_is_not(rows_file):
-    """In bfloat16. Target: a value head in the dtype of the base; a base in float32."""
+    """In bfloat16. Caught: a value head in the dtype of the base; a base in float32."""
     config = make_config(rows_file, **LORA, **{"algorithm.name": "ppo", "dtype": "bfloat16"})
     trainer = start(config)
     for name in ("policy", "critic"):

@@ -100,7 +100,7 @@ def reference_step(case):
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("case", CASES)
 def test_neither_split_nor_packing_nor_mesh_changes_the_update(case, split):
-    """Against: a sequence's mean over its row; values at the column before where a prompt is shared; a denominator of
+    """Caught: a sequence's mean over its row; values at the column before where a prompt is shared; a denominator of
     the micro-batch; extras that are not packed with their sequence."""
     expected_params, expected = reference_step(case)
     params, metrics = one_sgd_step(case, **SPLITS[split])

@@ -192,19 +192,21 @@ def test_nothing_crosses_between_agents(tmp_path):
 
 
 def test_a_saved_run_is_evaluated_with_all_its_agents(tmp_path):
-    """And each of them can be exported. Caught: a reader that has the first agent alone, and stops at the second.
-    Target: the first agent written for the second; a critic written as a model that answers."""
+    """And each of them can be exported. Caught: a reader that has the first agent alone, and stops at the second; the
+    first agent written for the second."""
     rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "3+4=", "answer": "7"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = {"data.eval": str(tmp_path / "rows.jsonl"), "rewards": {"exact": {"function": "exact_match"}}}
+    changes = {"data.eval": str(tmp_path / "rows.jsonl"), "rewards": {"longer": {}}}
     changes |= {"num_steps": 1, "checkpoint.save_final": True}
-    trainer = Trainer(make_config("ippo", **changes), tmp_path / "run", devices=jax.devices()[:1])
+    given = {"rewards": {"longer": longer}, "devices": jax.devices()[:1]}
+    trainer = Trainer(make_config("ippo", **changes), tmp_path / "run", **given)
     trainer.train()
     expected = trainer.evaluate()
     trainer.rollout.close()  # the rest was closed by `train`
-    reader = Trainer(make_config("ippo", **changes), tmp_path / "run", read_only=True, devices=jax.devices()[:1])
+    reader = Trainer(make_config("ippo", **changes), tmp_path / "run", read_only=True, **given)
     reader.restore()
     assert sorted(reader.roles) == ["policy", "policy_1"]
+    assert not same(params_of(trainer, "policy"), params_of(trainer, "policy_1"))
     assert reader.evaluate() == expected
     jax.tree.map(
         np.testing.assert_array_equal, *[jax.device_get(one.roles["policy_1"].params) for one in (reader, trainer)]

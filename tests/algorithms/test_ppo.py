@@ -186,7 +186,7 @@ def test_the_critic_comes_to_explain_the_returns(trainer):
 
 
 def test_the_adaptive_weight_is_kept_with_the_run(tmp_path):
-    """The first KL is 0, below its target, so the weight falls by the most it may. Against: a controller that is not
+    """The first KL is 0, below its target, so the weight falls by the most it may. Caught: a controller that is not
     called; a weight that starts again with a resumed run, or that the next step does not use."""
     changes = {
         "algorithm.kl_coef": 0.5,
@@ -214,7 +214,7 @@ def test_a_shared_trunk_learns_both(tmp_path):
     """One role with a value head, which generates and is exported; where its log-probs are read, the values come from
     the same pass.
 
-    Target: a head without a gradient; a critic made all the same; another pass for the values; log-probs in their
+    Caught: a head without a gradient; a critic made all the same; another pass for the values; log-probs in their
     place; values of other parameters, or of other tokens than are asked for.
     """
     shared = make_trainer(**{"algorithm.shared_trunk": True})

@@ -143,7 +143,7 @@ def test_pairs_without_a_difference(tmp_path: Path, caplog: pytest.LogCaptureFix
     """Counted and told of once, refused where all are so; of a file, and of rows that a caller brings. As texts, as
     chats that are the same to their end, and as what a cut leaves.
 
-    Target: no count; texts compared in place of what the cut leaves; a warning for each row; the last turn of equal
+    Caught: no count; texts compared in place of what the cut leaves; a warning for each row; the last turn of equal
     chats taken for a part of the prompt; none of the checks for a caller's rows.
     """
     same = [
