@@ -369,8 +369,9 @@ def make_update(
 
 
 def _refuse_what_xla_aborts(mesh: Mesh) -> None:
-    """XLA of jax 0.12 fails a check of its partitioner, and the process ends, at a gather from a table that is split
-    over two axes beside a manual third one (seen on CPUs with jaxlib 0.12.0.1; jax 0.10.2 is right)."""
+    """XLA of jax 0.12 fails a check of its partitioner, and the process ends: at a gather from the table of embeddings,
+    split over ``tensor``, by tokens that are split over ``fsdp``, where ``data`` is manual (seen on CPUs with jaxlib
+    0.12.0.1; 0.10.2 compiles it)."""
     if jax.__version_info__ >= (0, 12) and all(mesh.shape[axis] > 1 for axis in (DATA_AXIS, "fsdp", "tensor")):
         raise UserError(
             f"mesh.data, mesh.fsdp and mesh.tensor are all above 1 ({dict(mesh.shape)}), for which the compiler of jax "
