@@ -1,4 +1,4 @@
-"""Packed-row attention in blocks against the dense specification, and what it never holds."""
+"""Packed-row attention in blocks and in tiles against the dense specification, and what they never hold."""
 
 import functools
 import re
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_kernels.row_attention import xla
+from jaxrl_kernels.row_attention import xla, xla_tiles
 from jaxrl_kernels.row_attention.api import NO_WINDOW, row_attention
 from jaxrl_kernels.row_attention.cases import CASES, Case, inputs
 
@@ -36,29 +36,34 @@ def value_and_gradient(case: Case, implementation: str, seed: int = 0):
     return out, *gradients
 
 
+@pytest.mark.parametrize("implementation", ["xla", "xla_tiles"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_equals_the_dense_reference(case):
+def test_equals_the_dense_reference(case, implementation):
     """Value and gradient. float32 sums of up to 450 terms in another order: 1e-5 of the largest entry; bfloat16 rounds
     inputs of each product to 8 bits."""
     tolerance = 3e-2 if case.dtype == "bfloat16" else 1e-5
-    found, expected = value_and_gradient(case, "xla"), value_and_gradient(case, "reference")
+    found, expected = value_and_gradient(case, implementation), value_and_gradient(case, "reference")
     for name, value, right in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
         assert value.dtype == right.dtype and value.shape == right.shape
         value, right = np.asarray(value, np.float64), np.asarray(right, np.float64)
         assert np.abs(value - right).max() <= tolerance * max(np.abs(right).max(), 1.0), name
 
 
-@pytest.mark.parametrize("block", [1, 7, 32, 128])
-def test_the_block_size_changes_nothing(block):
+@pytest.mark.parametrize("size", [1, 7, 32, 128])
+def test_the_block_size_changes_nothing(size):
+    """Of blocks and of tiles. Softmax of up to 160 terms in another order: 2e-6."""
     case = next(case for case in CASES if case.name == "ragged_groups")
     arrays = {name: jnp.asarray(value) for name, value in inputs(case).items()}
     options = {"scale": 0.25, "soft_cap": None}
     window = jnp.int32(NO_WINDOW)
-    values = [
-        jax.jit(functools.partial(xla.row_attention, **options, block_tokens=tokens))(*arrays.values(), window)
-        for tokens in (block, 64)
-    ]
-    np.testing.assert_allclose(values[0], values[1], atol=2e-6)  # softmax of up to 160 terms in another order
+    runs = (
+        functools.partial(xla.row_attention, block_tokens=64),
+        functools.partial(xla.row_attention, block_tokens=size),
+        functools.partial(xla_tiles.row_attention, tile_tokens=size),
+    )
+    first, *others = (jax.jit(functools.partial(run, **options))(*arrays.values(), window) for run in runs)
+    for other in others:
+        np.testing.assert_allclose(other, first, atol=2e-6)
 
 
 def steps_of(case: Case, block: int = 64) -> int:
@@ -76,13 +81,36 @@ def test_cost_follows_what_is_visible():
     assert steps_of(Case("two_prompts", rows=(((64, 64, 64), (64, 64, 64)),), num_tokens=384)) == 2
 
 
-def test_no_array_of_a_row_squared():
+TILES = {
+    "group": (Case("group", rows=(((64, *[64] * 8),),), num_tokens=576), 1 + 8 * 2, 3 + 2),
+    "long": (Case("long", rows=(((1024,),),), num_tokens=1024), 136, 10),
+    "window": (Case("window", rows=(((640,),),), num_tokens=640, window=64), 10 + 9, 5),
+    "two_rows": (Case("two_rows", rows=(((512, 64),), ((64,),)), num_tokens=576), 36 + 9, 3 + 3),
+}
+"""A row, its tiles of 64 tokens, and those of 256: of a row of 576 tokens the third block has 64."""
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_are_those_that_are_seen(name):
+    """And the loop takes the size that costs less. Caught: tiles of all blocks before a block; the larger size taken
+    always, or never."""
+    case, small, large = TILES[name]
+    fields = [jnp.asarray(inputs(case)[name]) for name in INTEGERS]
+    fields.append(jnp.int32(NO_WINDOW if case.window is None else case.window))
+    for size, count in ((xla_tiles.SMALL, small), (xla_tiles.LARGE, large)):
+        assert int(jax.jit(functools.partial(xla_tiles._plan, size=size))(*fields).count.max()) == count
+    taken = jax.jit(lambda *fields: xla_tiles._with_tiles(fields, None, lambda plan: plan.count.max()))(*fields)
+    assert int(taken) == (large if large * xla_tiles.LARGE_COSTS < small else small)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "xla_tiles"])
+def test_no_array_of_a_row_squared(implementation):
     """Neither forward nor backward holds ``[T, T]`` at T = 2048: the largest temporaries are of the inputs' order."""
     case = Case("long", rows=(((2048,),),), num_tokens=2048, num_heads=2, num_kv_heads=1)
     arrays = {name: jnp.asarray(value) for name, value in inputs(case).items()}
 
     def loss(q, k, v):
-        return row_attention(q, k, v, *(arrays[name] for name in INTEGERS)).sum()
+        return row_attention(q, k, v, *(arrays[name] for name in INTEGERS), implementation=implementation).sum()
 
     text = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*(arrays[name] for name in "qkv")).compile().as_text()
     sizes = [np.prod([int(n) for n in shape.split(",")]) for shape in re.findall(r"f32\[([\d,]+)\]", text)]

@@ -73,8 +73,8 @@ def test_explicit_choice_never_falls_back():
 
 
 def test_choice_follows_the_device_that_is_traced_for():
-    for api in (rows, prefill):
-        assert api.choose() == "xla"
+    for api, here in ((rows, "xla_tiles"), (prefill, "xla")):
+        assert api.choose() == here
         with gpu_compile.target(gpu_compile.A100):
             assert api.choose() == "pallas_triton" and api.choose(jnp.bfloat16, 24) == "xla"
 
@@ -115,7 +115,7 @@ def test_auto_says_what_it_took_and_why(caplog):
     cpu = "xla (cpu: blocks in plain XLA; the kernel is for NVIDIA GPUs)"
     told = [record.getMessage() for record in caplog.records]
     assert told[:4] == [
-        f"row attention: {cpu}",
+        "row attention: xla_tiles (cpu: tiles in plain XLA; the kernel is for NVIDIA GPUs)",
         f"prefill attention: {cpu}",
         "prefill attention: xla (queries, keys and pages differ in dtype)",
         "paged attention: xla (cpu: the page gather by XLA; the kernels are for NVIDIA GPUs)",

@@ -19,14 +19,15 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrl_kernels.choice import Choice, automatic_axes, choose_for, not_manual_axes, tell, why_not
-from jaxrl_kernels.device import target_device
-from jaxrl_kernels.row_attention import pallas_triton, reference, xla
+from jaxrl_kernels.device import Device, target_device
+from jaxrl_kernels.row_attention import pallas_triton, reference, xla, xla_tiles
 
 Axes = str | tuple[str, ...] | None
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
     "reference": reference.row_attention,
     "xla": xla.row_attention,
+    "xla_tiles": xla_tiles.row_attention,
     "pallas_triton": pallas_triton.row_attention,
 }
 """Every implementation by name. Each takes the arguments of :func:`row_attention` after its checks and raises
@@ -66,7 +67,7 @@ def row_attention(
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``, after the scale; None is off.
       mesh_axes: ``(axes that split R, axes that split H and K)`` of the mesh in context (``jax.set_mesh``), None for
         either if none does. A Pallas kernel, which XLA doesn't partition, then runs on each device with its own rows
-        and heads (``jax.shard_map``); devices along other axes compute the same. ``reference`` and ``xla`` ignore it.
+        and heads (``jax.shard_map``); devices along other axes compute the same. the others ignore it.
         Without it a Pallas kernel needs all axes of more than one device manual: by name it is an error elsewhere, and
         ``auto`` is ``xla``.
       implementation: a name in ``IMPLEMENTATIONS``, or ``auto`` (see :func:`choose`).
@@ -95,7 +96,7 @@ def row_attention(
     axes = automatic_axes() if mesh_axes is None else ()
     name = implementation
     if name == "auto":
-        choice = choose_for(device, q.dtype, q.shape[-1], axes)
+        choice = _choose_for(device, q.dtype, q.shape[-1], axes)
         if choice.name in _PALLAS and not q.dtype == k.dtype == v.dtype:
             choice = Choice("xla", "queries, keys and values differ in dtype")
         elif choice.name in _PALLAS and mesh_axes is not None:
@@ -120,8 +121,16 @@ def row_attention(
 
 
 def choose(dtype=jnp.bfloat16, head_size: int = 128) -> str:
-    """The implementation that ``auto`` stands for here and now: `choice.choose_for` the target device and mesh."""
-    return choose_for(target_device(), dtype, head_size, automatic_axes()).name
+    """The implementation that ``auto`` stands for here and now on the target device and mesh."""
+    return _choose_for(target_device(), dtype, head_size, automatic_axes()).name
+
+
+def _choose_for(device: Device, dtype, head_size: int, axes: tuple[str, ...]) -> Choice:
+    """`choice.choose_for`, and on CPUs tiles: 1.1 to 2 times as fast as blocks, forward and backward, for 16 answers of
+    64 tokens to prompts of 64 and 512."""
+    if device.platform == "cpu":
+        return Choice("xla_tiles", "cpu: tiles in plain XLA; the kernel is for NVIDIA GPUs")
+    return choose_for(device, dtype, head_size, axes)
 
 
 _PALLAS = ("pallas_triton",)
