@@ -236,6 +236,14 @@ class TrainingConfig(options.OptionGroup):
         low=0,
         unit="tokens",
     )
+    logprob_vocab_chunk: int = option(
+        0,
+        "Entries of the vocabulary whose logits exist at once on a device, for logprob_chunk_tokens tokens: smaller "
+        "logits (whether the program is smaller, kernels/README.md measures), the same result to rounding, slower on "
+        "CPUs. 0: all, the only one for distillation.",
+        low=0,
+        unit="entries",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

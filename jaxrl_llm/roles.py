@@ -259,6 +259,7 @@ class RoleBuilder:
             remat=config.model.remat,
             unroll={"auto": None, "loop": False, "unrolled": True}[config.model.layers],
             chunk_tokens=logits_at_once(config.training, mesh) * batch_shards(mesh),
+            vocab_chunk=config.training.logprob_vocab_chunk,
             head=role.head,
             schedule=self._schedule(mesh),
             sequence_parallel=config.training.sequence_parallel and mesh.shape["tensor"] > 1,

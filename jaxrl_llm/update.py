@@ -90,6 +90,7 @@ class Forward:
         gathered weights and their gradients move in this dtype.
       remat, unroll, schedule, sequence_parallel: see `Decoder.hidden`.
       chunk_tokens: tokens whose logits exist at once, over all devices.
+      vocab_chunk: entries of the vocabulary whose logits exist at once, on a device; 0 for all.
       head: as in `algorithms.interface.Role`.
       divergence, teacher: what `TokenOutputs.divergence` is to hold, and how the teacher reads the rows.
     """
@@ -105,6 +106,7 @@ class Forward:
     teacher: Forward | None = None
     schedule: pipeline.Schedule | None = None
     sequence_parallel: bool = False
+    vocab_chunk: int = 0
 
     def cast(self, params: Params) -> Params:
         """In the dtype of the forward pass and, for the stages of a pipeline, in the order of its schedule."""
@@ -154,6 +156,7 @@ class Forward:
             rows.loss_mask,
             jnp.float32(self.temperature),
             chunk_tokens=self.chunk_tokens,
+            vocab_chunk=self.vocab_chunk,
         )
 
     def read(self, params: Params, rows: Rows, divergence: Divergence) -> TeacherReading:

@@ -115,6 +115,13 @@ def _batch_conflicts(config: RunConfig) -> Iterator[Problem]:
             "must be positive, the other 0, since each says how long the run is.",
         )
     entry, options = _algorithm(config.algorithm.name), config.algorithm.options
+    if config.training.logprob_vocab_chunk and entry.divergence(options) is not None:
+        yield (
+            "error",
+            f"training.logprob_vocab_chunk = {config.training.logprob_vocab_chunk}, but algorithm.name = "
+            f"{config.algorithm.name!r} compares the policy with a teacher by their logits of the whole vocabulary, so "
+            "it would save nothing. Set it to 0; a smaller training.logprob_chunk_tokens does save memory.",
+        )
     steps = max(config.num_steps - entry.rests(options, config, entry.main_role(options)), 0)
     updates = steps * (batch // mini if mini else 1) * config.training.epochs
     if config.num_steps and config.optimizer.warmup_steps > updates:

@@ -38,6 +38,7 @@ FREE_TO_CHANGE = (
     "training.micro_batch_tokens",
     "training.row_tokens",
     "training.logprob_chunk_tokens",
+    "training.logprob_vocab_chunk",
     "training.pipeline_",
     "training.sequence_parallel",
     "reward_runner.num_workers",

@@ -131,6 +131,7 @@ def test_an_int_is_a_float_and_stays_one_type():
         ("data__overlong_prompts", "cut"),
         ("algorithm__clip_low", 1.5),
         ("algorithm__clip_low", -0.1),
+        ("training__logprob_vocab_chunk", -1),
         ("algorithm__kl_in", "both"),
         ("optimizer__learning_rate", float("inf")),
         ("rollout__temperature", float("inf")),
@@ -204,6 +205,10 @@ TWO_REWARDS = {"right": {"function": "exact_match"}, "brief": {}}
         ({"data__num_epochs": 2}, ["num_steps", "data.num_epochs"]),
         ({"training__row_tokens": 700}, ["training.row_tokens = 700", "512 + 256 = 768"]),
         ({"training__micro_batch_tokens": 700}, ["training.micro_batch_tokens = 700", "768"]),
+        (
+            {"algorithm": "distillation", "teacher__path": "x", "training__logprob_vocab_chunk": 8192},
+            ["training.logprob_vocab_chunk = 8192", "'distillation' compares", "Set it to 0"],
+        ),
         ({"training__pipeline_repeats": 2}, ["training.pipeline_repeats = 2", "mesh.pipeline = 1"]),
         ({"training__pipeline_micro_batches": 4}, ["training.pipeline_micro_batches = 4", "mesh.pipeline = 1"]),
         (

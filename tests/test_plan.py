@@ -214,6 +214,23 @@ def test_blocks_that_work_beside_each_other_take_as_long_as_the_slowest():
     assert 0.1 * updates[1] < plan.seconds["values of critic"] < 0.5 * updates[1]
 
 
+def test_slices_of_the_vocabulary_reach_the_programs_of_a_run():
+    """`training.logprob_vocab_chunk`: the run's update and log-probs, lowered, make logits of 256 tokens and so many
+    entries of one part. Caught: the option not given to the programs; slices left out of the formulas."""
+    planned = planned_devices(DEVICE_KINDS["cpu"], 1)
+    found = {}
+    for entries in (0, 8):
+        config = tiny(1, options={"algorithm.kl_coef": 0.1, "training.logprob_vocab_chunk": entries})
+        setup = Setup.of(config, model_shape(config), planned)
+        for name in ("update of policy", "log-probs of reference"):
+            program = setup.programs[name]
+            with jax.set_mesh(setup.mesh):
+                text = program.function.lower(*program.arguments).as_text()
+            assert ("tensor<256x1x8xf32>" in text) == bool(entries), name
+        found[entries] = estimate(setup, planned, None).phases["update"]
+    assert found[0] - found[8] == 3 * 256 * (16 - 8) * 4  # three arrays of what 256 tokens have, of 16 entries
+
+
 def test_what_an_apart_teacher_says_lies_on_the_devices_of_the_policy():
     """Its states of all rows, and its output weight. By formulas; the update takes what the plan gives it.
 

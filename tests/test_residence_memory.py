@@ -127,7 +127,7 @@ def test_generation_and_each_update_have_the_devices_for_themselves(rows_file, m
     """A PPO step with everything offloaded and pages that are freed, beside one with neither: what is missing on the
     device is, to the byte, what the options name.
 
-    Target: a role that stays on the devices after its update; moments of the policy that stay with the critic's update;
+    Caught: a role that stays on the devices after its update; moments of the policy that stay with the critic's update;
     pages kept with `kv_cache_policy` ``dynamic``.
     """
     whole, trainer = bytes_by_phase(monkeypatch, config_of(rows_file, 1))

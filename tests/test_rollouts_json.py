@@ -70,7 +70,7 @@ def make_rollouts(**changes):
     ids=["plain", "baselines", "nothing sampled", "turns", "none"],
 )
 def test_every_field_and_bit_comes_back(changes):
-    """Target: numbers written with six digits; a prompt that an algorithm has extended read from its row again; a
+    """Caught: numbers written with six digits; a prompt that an algorithm has extended read from its row again; a
     field left out (baselines, turns)."""
     rollouts = make_rollouts(**changes)
     text = json.dumps(to_json(rollouts))

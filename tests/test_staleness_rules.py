@@ -56,7 +56,7 @@ def test_a_correction_or_an_explicit_choice_is_enough(correction):
     ],
 )
 def test_what_can_not_be_sampled_beside_an_update_is_refused(name, changes, message):
-    """Target: each rule switched off."""
+    """Caught: each rule switched off."""
     corrected = {} if name == "sft" else {"algorithm.rollout_is": "token"}
     changes = {path: value for path, value in {**corrected, **changes}.items() if value is not None}
     with pytest.raises(UserError, match=message):

@@ -18,7 +18,7 @@ __all__ = ["rows_file"]
     ids=["model", "reward model"],
 )
 def test_the_folder_is_free_after_a_failure(rows_file, tmp_path, monkeypatch, module, name, changes):
-    """The error is kept, as a notebook keeps it, and with it the trainer. Target: the folder's lock, or orbax's
+    """The error is kept, as a notebook keeps it, and with it the trainer. Caught: the folder's lock, or orbax's
     threads, held until then."""
     options = {"rewards": {"exact": exact}, "devices": jax.devices()[:1]}
     closed = []

@@ -127,8 +127,9 @@ def test_the_mesh_does_not_change_three_steps(case, mesh_shape, micro_batches, r
 
 @pytest.mark.parametrize(
     ("mesh_shape", "options"),
-    [((2, 2, 2, 1), {}), ((1, 1, 4, 2), {"remat": "full"})],
-    ids=["no pipeline", "a pipeline and remat"],
+    [((2, 2, 2, 1), {"vocab_chunk": 3}), ((1, 1, 4, 2), {"remat": "full"})],
+    ids=["no pipeline, logits in slices", "a pipeline and remat"],
 )
 def test_sequence_parallelism_does_not_change_three_steps(mesh_shape, options):
+    """Nor do slices of the vocabulary, of each half of it on its device."""
     assert_as_on_one_device("grpo", mesh_shape, sequence_parallel=True, **options)

@@ -1,7 +1,7 @@
 """The whole decode dispatch and training step of a Llama-3.1-8B-shaped model, compiled for H200s that are not here.
 
     JAX_PLATFORMS=cpu python -m jaxrl_llm.bench.gpu_programs                  a table: memory, seconds to compile
-    JAX_PLATFORMS=cpu python -m jaxrl_llm.bench.gpu_programs --layers 4 --json FILE
+    JAX_PLATFORMS=cpu python -m jaxrl_llm.bench.gpu_programs --layers 4 --json FILE --vocab-chunk 16384
 
 Needs the CUDA plugin of jax's version, no GPU and no weights (see `jaxrl_kernels.gpu_compile`). The programs are the
 project's own: those of `Engine` and `update.make_update`.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -84,7 +85,9 @@ def decode_program(
     return Generation(Decoder(config), mesh, rollout, context, jnp.bfloat16).decode()
 
 
-def training_program(config: ModelConfig, mesh: Mesh, *, row_tokens: int = 4096, micro_batches: int = 4) -> Program:
+def training_program(
+    config: ModelConfig, mesh: Mesh, *, row_tokens: int = 4096, micro_batches: int = 4, vocab_chunk: int = 0
+) -> Program:
     """One update: GRPO, AdamW with a float32 state, bfloat16 compute, one row per batch shard, layers computed again
     for the backward pass."""
     decoder = Decoder(config)
@@ -93,7 +96,8 @@ def training_program(config: ModelConfig, mesh: Mesh, *, row_tokens: int = 4096,
     shardings = jax.tree.map(lambda leaf: leaf.sharding, params)
     role_shardings = update.role_shardings_of(params, optimizer, shardings, mesh)
     opt_state = with_shardings(jax.eval_shape(optimizer.init, params), role_shardings.opt_state)
-    forward = update.Forward(decoder, 1.0, jnp.bfloat16, "full", 1024 * batch_shards(mesh))
+    chunk_tokens = 1024 * batch_shards(mesh)
+    forward = update.Forward(decoder, 1.0, jnp.bfloat16, "full", chunk_tokens, vocab_chunk=vocab_chunk)
     step = update.make_update(forward, ALGORITHMS["grpo"], GRPOOptions(), optimizer, 1.0, role_shardings, mesh)
     shape = packing.RowShape.of(row_tokens, row_tokens, batch_shards(mesh))
     return update_program(step, update.RoleState(params, opt_state), shape, micro_batches, mesh)
@@ -128,10 +132,11 @@ def operations(text: str, kinds: Collection[str]) -> list[Operation]:
     return found
 
 
-def measure(config: ModelConfig) -> list[dict[str, Any]]:
+def measure(config: ModelConfig, vocab_chunk: int = 0) -> list[dict[str, Any]]:
     """Compiles both programs for every mesh; a row of figures each. Training on one device does not fit."""
     found = []
-    for kind, program_of in (("decode", decode_program), ("training", training_program)):
+    training = functools.partial(training_program, vocab_chunk=vocab_chunk)
+    for kind, program_of in (("decode", decode_program), ("training", training)):
         for name, sizes in MESHES.items():
             program = program_of(config, gpu_mesh(sizes))
             start = time.perf_counter()
@@ -163,15 +168,21 @@ def table_row(figures: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m jaxrl_llm.bench.gpu_programs", description=__doc__)
     parser.add_argument("--layers", type=int, default=LLAMA_8B.num_layers)
+    parser.add_argument("--vocab-chunk", type=int, default=0, help="training.logprob_vocab_chunk")
     parser.add_argument("--json", default="", help="write the figures here")
     arguments = parser.parse_args()
     if reason := gpu_compile.missing():
         raise SystemExit(reason)
     print(f"Llama-3.1-8B shape, {arguments.layers} layers, jax {jax.__version__}; GB per device\n")
     print("| program | H200s | arguments | temporaries | sum | kernels | compile s |\n|---|---|---|---|---|---|---|")
-    figures = measure(with_layers(arguments.layers))
+    figures = measure(with_layers(arguments.layers), arguments.vocab_chunk)
     if arguments.json:
-        about = {"layers": arguments.layers, "jax": jax.__version__, "programs": figures}
+        about = {
+            "layers": arguments.layers,
+            "vocab_chunk": arguments.vocab_chunk,
+            "jax": jax.__version__,
+            "programs": figures,
+        }
         pathlib.Path(arguments.json).write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 

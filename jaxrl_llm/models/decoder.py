@@ -262,6 +262,7 @@ class Decoder:
         temperature: Float[Array, ""] | float,
         *,
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+        vocab_chunk: int = 0,
     ) -> TokenOutputs:
         """Log-probability of each row's own tokens, and the entropy of the distribution each was drawn from.
 
@@ -270,6 +271,7 @@ class Decoder:
 
         Args:
           chunk_tokens: logits exist for this many tokens at a time, over all rows and devices.
+          vocab_chunk: and for this many entries of the vocabulary on a device; 0 for all.
         """
         logprobs, entropy = token_logprobs(
             hidden,
@@ -279,6 +281,7 @@ class Decoder:
             temperature,
             vocab_size=self.config.vocab_size,
             chunk_tokens=chunk_tokens,
+            vocab_chunk=vocab_chunk,
             weight_gradient=self.lora is None,
             mesh_axes=splitting_axes(rows=tokens.shape[0], vocab=self.config.padded_vocab_size),
         )

@@ -89,7 +89,8 @@ def _chunk(setup: Setup, role: str) -> float:
     """Float32 logits that exist at once."""
     model = setup.models[role]
     vocabulary = model.decoder.config.padded_vocab_size / model.mesh.shape["tensor"]
-    return 0.0 if model.role.head == "values" else logits_at_once(setup.config.training, model.mesh) * vocabulary * 4
+    entries = min(setup.config.training.logprob_vocab_chunk or vocabulary, vocabulary)
+    return 0.0 if model.role.head == "values" else logits_at_once(setup.config.training, model.mesh) * entries * 4
 
 
 def _table(setup: Setup, role: str) -> float:

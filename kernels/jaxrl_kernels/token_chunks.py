@@ -4,6 +4,8 @@ Each row's counted tokens are moved to its front, so that the chunks behind the 
 at run time.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -76,8 +78,19 @@ def place(value, mesh_axes, *kinds):
     """Constrains dimensions of the kind 'rows' or 'vocabulary' to the mesh axes that split them; no-op without."""
     if mesh_axes is None:
         return value
-    names = dict(zip(("rows", "vocabulary"), mesh_axes, strict=True))
+    names = _by_kind(mesh_axes)
     return jax.lax.with_sharding_constraint(value, PartitionSpec(*(names.get(kind) for kind in kinds)))
+
+
+def size_of(kind, mesh_axes):
+    """Into how many parts the mesh splits a dimension of the kind 'rows' or 'vocabulary'."""
+    names = None if mesh_axes is None else _by_kind(mesh_axes)[kind]
+    names = (names,) if isinstance(names, str) else names or ()
+    return math.prod(jax.sharding.get_abstract_mesh().shape[name] for name in names)
+
+
+def _by_kind(mesh_axes):
+    return dict(zip(("rows", "vocabulary"), mesh_axes, strict=True))
 
 
 def logits(states, weight, mask, temperature, vocab_size, mesh_axes):

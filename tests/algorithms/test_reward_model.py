@@ -28,7 +28,7 @@ def outputs_of(ends):
 @pytest.mark.parametrize("column", ["", "margin", "auto"])
 def test_loss_gradient_and_metrics_equal_numpy(row_tokens, column):
     """Caught: values before the last token; the sum over a completion; the margin with the other sign, or left out;
-    the centering of the difference. Target: `auto` taken for the name of a column, or for none; a row without a margin
+    the centering of the difference; `auto` taken for the name of a column, or for none; a row without a margin
     refused by it."""
     options = {"center_rewards_coefficient": 0.1, "margin_column": column}
     given = [one or (None if column == "auto" else 0) for one in MARGINS]

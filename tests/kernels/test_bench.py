@@ -21,7 +21,7 @@ def few(monkeypatch):
         *some("paged_attention", "page_edges", "bfloat16"),
         *some("prefill_attention", "cached_to_mid_page"),
         *some("row_attention", "shorter_than_a_block"),
-        *some("token_logprobs", "padded_vocabulary", "nothing_counts"),
+        *some("token_logprobs", "padded_vocabulary, in slices of 7", "nothing_counts"),
         *some("token_divergence", "student_padded_more", "student_padded_more, top 5"),
     ]
     assert len(chosen) == 8
@@ -106,6 +106,7 @@ def test_work_is_counted_by_hand():
     assert shared[""] == 4 * (8 * 9 / 2 + 7 * (8 * 8 + 36)) * 4 * 16
     assert shared["gradient"] == 3.5 * shared[""]
     last = by_name["64 tokens, width 16, vocabulary 64"].flops
+    assert last == by_name["64 tokens, width 16, vocabulary 64, in slices of 8"].flops
     assert last == {"": 2 * 64 * 16 * 64, "gradient": 4 * 2 * 64 * 16 * 64}
     both = by_name["64 tokens, two models of width 16, vocabulary 64"].flops
     assert both == {"": 2 * last[""], "gradient": 6 * last[""]}

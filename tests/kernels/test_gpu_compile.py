@@ -319,7 +319,8 @@ def test_row_attention_split_over_eight_devices():
 
 # --- projections to the vocabulary ------------------------------------------------------------------------------------
 
-TOKENS, WIDTH, VOCABULARY, CHUNK = 2048, 64, 4096, 256
+TOKENS, WIDTH, VOCABULARY, CHUNK, SLICE = 2048, 64, 4096, 256, 2048
+PROJECTIONS = ["token_logprobs", "token_logprobs in slices", "token_divergence", "top_k_divergence"]
 
 
 def projection_step(name):
@@ -330,6 +331,7 @@ def projection_step(name):
     likeliest = struct((1, TOKENS, 8), jnp.int32), struct((1, TOKENS, 8), jnp.float32)
     function, others = {
         "token_logprobs": (token_logprobs, (ids, mask)),
+        "token_logprobs in slices": (functools.partial(token_logprobs, vocab_chunk=SLICE), (ids, mask)),
         "token_divergence": (token_divergence, (hidden, weight, mask)),
         "top_k_divergence": (top_k_divergence, (*likeliest, mask)),
     }[name]
@@ -341,19 +343,22 @@ def projection_step(name):
     return jax.value_and_grad(loss, argnums=(0, 1)), (hidden, weight, *others)
 
 
-@pytest.mark.parametrize("name", ["token_logprobs", "token_divergence", "top_k_divergence"])
+@pytest.mark.parametrize("name", PROJECTIONS)
 def test_projections_lower_for_h200(name):
-    """Forward and backward: nothing is larger than a chunk's logits. Caught: a chunk of all tokens."""
+    """Forward and backward: nothing is larger than a chunk's logits, of a slice where there are slices. Caught: a chunk
+    of all tokens; a slice of the whole vocabulary."""
     function, arguments = projection_step(name)
     text = gpu_compile.lower(function, *arguments)
     assert gpu_compile.kernel_targets(text) == ()
-    assert largest_array(r"tensor<((?:\d+x)+)(?:bf16|f32|i32|i1)>", text) == CHUNK * VOCABULARY < TOKENS * VOCABULARY
+    at_once = CHUNK * (SLICE if "slices" in name else VOCABULARY)
+    assert largest_array(r"tensor<((?:\d+x)+)(?:bf16|f32|i32|i1)>", text) == at_once < TOKENS * VOCABULARY
 
 
 @needs_plugin
-@pytest.mark.parametrize("name", ["token_logprobs", "token_divergence", "top_k_divergence"])
+@pytest.mark.parametrize("name", PROJECTIONS)
 def test_projections_compile_for_h200(name):
-    """In less memory than the logits of all tokens."""
+    """In less memory than the logits of all tokens, and with slices than those of two chunks."""
     function, arguments = projection_step(name)
     report = gpu_compile.compile(jax.jit(function), *arguments)
-    assert report.kernels == () and report.temporary_bytes < TOKENS * VOCABULARY * 4
+    assert report.kernels == ()
+    assert report.temporary_bytes < (2 * CHUNK if "slices" in name else TOKENS) * VOCABULARY * 4

@@ -155,7 +155,7 @@ def test_a_silence_of_0_seconds_watches_nothing():
 
 
 def test_the_phase_of_a_thread_beside_the_run_is_told_as_well(tmp_path: pathlib.Path):
-    """Target: the phase of the thread in place of the run's; one that is told after its thread has ended."""
+    """Caught: the phase of the thread in place of the run's; one that is told after its thread has ended."""
     timer, inside, free = PhaseTimer(), threading.Event(), threading.Event()
 
     def works_beside() -> None:

@@ -295,7 +295,7 @@ def test_an_interrupted_batch_does_not_reach_the_next():
 
 
 def test_a_batch_can_be_ended_from_another_thread():
-    """Target: a batch that goes on to its last call, half a minute later."""
+    """Caught: a batch that goes on to its last call, half a minute later."""
     with runner(timeout_s=1.0, num_workers=1) as pool:
         timer = threading.Timer(0.3, pool.interrupt)
         timer.start()

@@ -40,7 +40,7 @@ def shared() -> list[Problem]:
         *[_paged_case(case) for case in paged_cases.CASES],
         *[_prefill_case(case) for case in prefill_cases.CASES],
         *[_rows_case(case) for case in rows_cases.CASES],
-        *[logprobs_case(case) for case in logprobs_cases.CASES],
+        *[problem for case in logprobs_cases.CASES for problem in logprobs_case(case)],
         *[problem for case in divergence_cases.CASES for problem in divergence_cases_of(case)],
     ]
 
@@ -64,6 +64,7 @@ def large(size: Size) -> list[Problem]:
         _rows(size, f"prompt of {tokens // 8} with 7 completions", (((tokens // 8,) * 8,),)),
         _rows(size, f"8 sequences of {tokens // 8}", (((tokens // 8,),) * 8,)),
         logprobs_large(size),
+        logprobs_large(size, slices=8),
         divergence_large(size),
     ]
 

@@ -20,13 +20,14 @@ BETAS = (1.0, 0.0, 0.3)  # reverse and forward KL, and one between
 # -- Log-probabilities -------------------------------------------------------------------------------------------
 
 
-def _logprobs_calls(case: logprobs_cases.Case) -> tuple[Call, Call]:
+def _logprobs_calls(case: logprobs_cases.Case, vocab_chunk: int) -> tuple[Call, Call]:
     def forward(implementation: str, arrays: Any) -> tuple[jax.Array, ...]:
         return logprobs.token_logprobs(
             **arrays,
             temperature=TEMPERATURE,
             vocab_size=case.vocab_size,
             chunk_tokens=case.chunk_tokens,
+            vocab_chunk=vocab_chunk,
             implementation=implementation,
         )
 
@@ -56,22 +57,40 @@ def _logprobs_inputs(case: logprobs_cases.Case) -> dict[str, Any]:
     }
 
 
-def logprobs_case(case: logprobs_cases.Case) -> Problem:
-    _, call = _logprobs_calls(case)
-    return Problem("token_logprobs", case.name, case.dtype, lambda: _logprobs_inputs(case), call)
+def _in_slices(name: str, vocab_chunk: int) -> str:
+    return f"{name}, in slices of {vocab_chunk}" if vocab_chunk else name
 
 
-def logprobs_large(size: Size) -> Problem:
+def logprobs_case(case: logprobs_cases.Case) -> list[Problem]:
+    """Of the whole vocabulary at once, and of slices of it."""
+    return [
+        Problem(
+            "token_logprobs",
+            _in_slices(case.name, vocab_chunk),
+            case.dtype,
+            lambda: _logprobs_inputs(case),
+            _logprobs_calls(case, vocab_chunk)[1],
+        )
+        for vocab_chunk in logprobs_cases.VOCAB_CHUNKS
+    ]
+
+
+def logprobs_large(size: Size, slices: int = 0) -> Problem:
+    """All tokens count; of the whole vocabulary at once, or of so many slices of it."""
     name = f"{size.tokens} tokens, width {size.width}, vocabulary {size.vocabulary}"
     case = logprobs_cases.Case(
         name, 1, size.tokens, size.width, size.vocabulary, size.vocabulary, 1024, 1.0, size.dtype
     )
-    forward, gradient = _logprobs_calls(case)
-    product = 2.0 * size.tokens * size.width * size.vocabulary
+    return logprobs_timed(case, -(-size.vocabulary // slices) if slices else 0)
+
+
+def logprobs_timed(case: logprobs_cases.Case, vocab_chunk: int) -> Problem:
+    forward, gradient = _logprobs_calls(case, vocab_chunk)
+    product = 2.0 * case.num_rows * case.num_tokens * case.width * case.weight_rows
     return Problem(
         "token_logprobs",
-        name,
-        size.dtype,
+        _in_slices(case.name, vocab_chunk),
+        case.dtype,
         lambda: _logprobs_inputs(case),
         gradient,
         {"": forward, "gradient": gradient},

@@ -28,3 +28,6 @@ CASES = (
     Case("one_row", 1, 33, 16, 40, 40, 8, 0.3),
     Case("bfloat16", 2, 12, 64, 40, 40, 8, 0.5, "bfloat16"),
 )
+
+VOCAB_CHUNKS = (0, 8, 7)
+"""For every case: the whole vocabulary, slices that divide it, and slices of which the last two share entries."""

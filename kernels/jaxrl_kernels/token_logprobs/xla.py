@@ -1,112 +1,205 @@
 """Chunked projection in plain XLA: the production path on every backend so far.
 
-Chunks without a counted token are skipped at run time (`token_chunks`). Forward keeps only log-probability and
-entropy; backward computes a chunk's logits again and uses their closed-form gradient::
+Chunks without a counted token are skipped at run time (`token_chunks`), and a chunk's logits exist for the whole
+vocabulary or for a slice of it at a time (`vocabulary_slices`). Forward keeps only log-probability, entropy and the
+logarithm of the sum; backward computes a chunk's logits again and uses their closed-form gradient::
 
     z = h W' / temperature,  p = softmax(z),  l = log p[y],  H = -sum p log p
     dl/dz_j = 1[j = y] - p_j                 dH/dz_j = -p_j (log p_j + H)
 
+Over slices the sums of forward are taken relative to the largest logit so far, and multiplied whenever there is a
+larger one.
+
 The gradient of the weight is added up over chunks in float32, whatever the dtype of the weight; that of a constant
-weight is left out of the loop.
+weight is left out of the loop. So is that of the states over slices.
 """
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_kernels import token_chunks
+from jaxrl_kernels.vocabulary_slices import Slices
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def token_logprobs_xla(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes, weight_gradient):
-    outputs, _ = _forward(
-        hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes, weight_gradient
-    )
+class Options(NamedTuple):
+    """As in `api.token_logprobs`."""
+
+    vocab_size: int
+    chunk_tokens: int
+    vocab_chunk: int
+    mesh_axes: tuple | None
+    weight_gradient: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def token_logprobs_xla(hidden, weight, tokens, mask, temperature, options):
+    outputs, _ = _forward(hidden, weight, tokens, mask, temperature, options)
     return outputs
 
 
-def _forward(hidden, weight, tokens, mask, temperature, vocab_size, chunk_tokens, mesh_axes, weight_gradient):
-    del weight_gradient
+def _forward(hidden, weight, tokens, mask, temperature, options):
+    mesh_axes = options.mesh_axes
     weight = token_chunks.place(weight, mesh_axes, "vocabulary", None)
-    chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, chunk_tokens, mesh_axes)
+    chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, options)
+    sums = _sums if _slices(weight, options) is None else _sums_over_slices
 
     def one(index, chunk):
         def compute():
-            logits, hits = _logits(chunk, weight, vocab_size, mesh_axes)  # [n, V]
-            peak = logits.max(-1)
-            exponentials = jnp.exp(logits - peak[:, None])
-            total = exponentials.sum(-1)
+            chosen, peak, total, mean_logit = sums(chunk, weight, options)
             log_total = jnp.log(total) + peak
-            mean_logit = (exponentials * logits).sum(-1) / total
-            logprob = jnp.where(hits, logits, 0.0).sum(-1) - log_total
             counted = chunk["mask"].reshape(-1)
-            kept = (logprob, log_total - mean_logit)
-            logprob, entropy = (jnp.where(counted, value, 0.0).reshape(chunk["mask"].shape) for value in kept)
-            return logprob, entropy
+            kept = (chosen - log_total, log_total - mean_logit, log_total)
+            return tuple(jnp.where(counted, value, 0.0).reshape(chunk["mask"].shape) for value in kept)
 
         nothing = jnp.zeros(chunk["mask"].shape, jnp.float32)
-        return index + 1, token_chunks.if_used(index < num_used, mesh_axes, compute, lambda: (nothing, nothing))
+        return index + 1, token_chunks.if_used(index < num_used, mesh_axes, compute, lambda: (nothing,) * 3)
 
-    _, (logprobs, entropy) = jax.lax.scan(one, jnp.int32(0), chunks)
-    outputs = restore(logprobs), restore(entropy)
-    return outputs, (hidden, weight, tokens, mask, temperature, *outputs)
+    _, kept = jax.lax.scan(one, jnp.int32(0), chunks)
+    logprobs, entropy, log_total = map(restore, kept)
+    return (logprobs, entropy), (hidden, weight, tokens, mask, temperature, entropy, log_total)
 
 
-def _backward(vocab_size, chunk_tokens, mesh_axes, weight_gradient, saved, cotangents):
-    hidden, weight, tokens, mask, temperature, logprobs, entropy = saved
+def _sums(chunk, weight, options):
+    """Per token its own logit, the largest one, the sum of exponentials relative to that, and their mean logit."""
+    logits, hits = _logits(chunk, weight, options)  # [n, V]
+    peak = logits.max(-1)
+    exponentials = jnp.exp(logits - peak[:, None])
+    total = exponentials.sum(-1)
+    return jnp.where(hits, logits, 0.0).sum(-1), peak, total, (exponentials * logits).sum(-1) / total
+
+
+def _sums_over_slices(chunk, weight, options):
+    """The same, a slice at a time."""
+    slices = _slices(weight, options)
+    parts = slices.split(weight)
+    rows, tokens, temperature = _flat(chunk)
+
+    def add(index, carry):
+        chosen, peak, total, weighted = carry  # [n, P]: nothing crosses devices yet
+        logits, hits = slices.logits(rows, slices.read(parts, index), index, temperature, tokens)
+        higher = jnp.maximum(peak, logits.max(-1))
+        exponentials = jnp.exp(logits - higher[:, :, None])
+        kept = jnp.exp(peak - higher)
+        return (
+            chosen + jnp.where(hits, logits, 0.0).sum(-1),
+            higher,
+            total * kept + exponentials.sum(-1),
+            weighted * kept + (exponentials * logits).sum(-1),
+        )
+
+    zeros, least = (
+        token_chunks.place(jnp.full((len(tokens), slices.parts), start), options.mesh_axes, "rows", "vocabulary")
+        for start in (jnp.float32(0.0), jnp.float32(token_chunks.MASKED))
+    )
+    chosen, peaks, totals, weighted = jax.lax.fori_loop(0, slices.count, add, (zeros, least, zeros, zeros))
+    peak = peaks.max(-1)
+    kept = jnp.exp(peaks - peak[:, None])
+    total = (totals * kept).sum(-1)
+    return chosen.sum(-1), peak, total, (weighted * kept).sum(-1) / total
+
+
+def _backward(options, saved, cotangents):
+    hidden, weight, tokens, mask, temperature, entropy, log_total = saved
     d_logprobs, d_entropy = cotangents
-    extra = {"logprob": logprobs, "entropy": entropy, "d_logprob": d_logprobs, "d_entropy": d_entropy}
-    weight = token_chunks.place(weight, mesh_axes, "vocabulary", None)
-    chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, chunk_tokens, mesh_axes, extra)
+    extra = {"entropy": entropy, "log_total": log_total, "d_logprob": d_logprobs, "d_entropy": d_entropy}
+    weight = token_chunks.place(weight, options.mesh_axes, "vocabulary", None)
+    chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, options, extra)
+    gradients = _gradients if _slices(weight, options) is None else _gradients_over_slices
 
     def one(carry, chunk):
         index, d_weight = carry
 
         def compute(d_weight):
-            logits, hits = _logits(chunk, weight, vocab_size, mesh_axes)
-            flat = {name: chunk[name].reshape(-1) for name in (*extra, "mask", "temperature")}
-            chosen_logit = jnp.where(hits, logits, 0.0).sum(-1)
-            log_total = jnp.where(flat["mask"], chosen_logit - flat["logprob"], 0.0)  # finite where masked, too
-            log_p = logits - log_total[:, None]
-            p = jnp.exp(log_p)
-            scale = jnp.where(flat["mask"], 1.0 / flat["temperature"], 0.0)
-            of_logprob = (flat["d_logprob"] * scale)[:, None]
-            of_entropy = (flat["d_entropy"] * scale)[:, None]
-            d_logits = jnp.where(hits, of_logprob, 0.0) - p * (
-                of_logprob + of_entropy * (log_p + flat["entropy"][:, None])
-            )
-            d_logits = d_logits.astype(weight.dtype)
-            d_hidden = jnp.einsum("nv,vd->nd", d_logits, weight).reshape(chunk["hidden"].shape)
-            if d_weight is None:
-                return d_hidden, None
-            rows = chunk["hidden"].reshape(-1, hidden.shape[2])
-            added = jnp.einsum("nv,nd->vd", d_logits, rows, preferred_element_type=jnp.float32)
-            return d_hidden, d_weight + added
+            d_hidden, d_weight = gradients(chunk, weight, d_weight, options)
+            return d_hidden.reshape(chunk["hidden"].shape), d_weight
 
         def skip(d_weight):
             return jnp.zeros(chunk["hidden"].shape, weight.dtype), d_weight
 
-        d_hidden, d_weight = token_chunks.if_used(index < num_used, mesh_axes, compute, skip, d_weight)
+        d_hidden, d_weight = token_chunks.if_used(index < num_used, options.mesh_axes, compute, skip, d_weight)
         return (index + 1, d_weight), d_hidden
 
-    start = (jnp.int32(0), jnp.zeros(weight.shape, jnp.float32) if weight_gradient else None)
+    start = (jnp.int32(0), jnp.zeros(weight.shape, jnp.float32) if options.weight_gradient else None)
     (_, d_weight), d_hidden = jax.lax.scan(one, start, chunks)
     d_hidden = token_chunks.before_each(restore(d_hidden))  # [R, T, D]
     d_weight = None if d_weight is None else d_weight.astype(weight.dtype)
     return d_hidden.astype(hidden.dtype), d_weight, None, None, jnp.zeros_like(temperature)
 
 
+def _gradients(chunk, weight, d_weight, options):
+    """Of the states of a chunk, ``[n, D]``, and that of the weight with the chunk's added."""
+    logits, hits = _logits(chunk, weight, options)
+    d_logits = _d_logits(chunk, logits, hits).astype(weight.dtype)
+    d_hidden = jnp.einsum("nv,vd->nd", d_logits, weight)
+    if d_weight is None:
+        return d_hidden, None
+    rows = chunk["hidden"].reshape(-1, weight.shape[1])
+    return d_hidden, d_weight + jnp.einsum("nv,nd->vd", d_logits, rows, preferred_element_type=jnp.float32)
+
+
+def _gradients_over_slices(chunk, weight, d_weight, options):
+    """The same, a slice at a time."""
+    slices = _slices(weight, options)
+    parts = slices.split(weight)
+    rows, tokens, temperature = _flat(chunk)
+
+    def add(index, carry):
+        d_rows, d_parts = carry  # [n, P, D], [P, L, D]
+        part = slices.read(parts, index)
+        logits, hits = slices.logits(rows, part, index, temperature, tokens)
+        d_logits = _d_logits(chunk, logits, hits).astype(weight.dtype)
+        d_rows = d_rows + jnp.einsum("npv,pvd->npd", d_logits, part, preferred_element_type=jnp.float32)
+        if d_parts is None:
+            return d_rows, None
+        added = jnp.einsum("npv,nd->pvd", d_logits, rows, preferred_element_type=jnp.float32)
+        return d_rows, slices.add(d_parts, index, added)
+
+    d_rows = jnp.zeros((rows.shape[0], slices.parts, rows.shape[1]), jnp.float32)
+    d_rows = token_chunks.place(d_rows, options.mesh_axes, "rows", "vocabulary", None)
+    d_parts = None if d_weight is None else slices.split(d_weight)
+    d_rows, d_parts = jax.lax.fori_loop(0, slices.count, add, (d_rows, d_parts))
+    return d_rows.sum(1).astype(weight.dtype), None if d_parts is None else slices.join(d_parts)
+
+
 token_logprobs_xla.defvjp(_forward, _backward)
 
 
-def _chunks(hidden, tokens, mask, temperature, chunk_tokens, mesh_axes, extra=None):
+def _d_logits(chunk, logits, hits):
+    """Gradient of logits ``[n, ...]`` before the temperature, whatever part of the vocabulary they are of."""
+    ones = (1,) * (logits.ndim - 1)
+    flat = {name: chunk[name].reshape(-1, *ones) for name in chunk if name != "hidden"}
+    log_p = logits - flat["log_total"]  # 0 where masked
+    scale = jnp.where(flat["mask"], 1.0 / flat["temperature"], 0.0)
+    of_logprob, of_entropy = flat["d_logprob"] * scale, flat["d_entropy"] * scale
+    return jnp.where(hits, of_logprob, 0.0) - jnp.exp(log_p) * (of_logprob + of_entropy * (log_p + flat["entropy"]))
+
+
+def _slices(weight, options):
+    """None where the whole vocabulary is at once."""
+    if not options.vocab_chunk:
+        return None
+    slices = Slices.of(weight.shape[0], options.vocab_size, options.vocab_chunk, options.mesh_axes)
+    return slices if slices.count > 1 else None
+
+
+def _chunks(hidden, tokens, mask, temperature, options, extra=None):
     fields = {"tokens": tokens, "temperature": temperature, **(extra or {})}
-    return token_chunks.chunks({"hidden": hidden}, fields, mask, chunk_tokens, mesh_axes)
+    return token_chunks.chunks({"hidden": hidden}, fields, mask, options.chunk_tokens, options.mesh_axes)
 
 
-def _logits(chunk, weight, vocab_size, mesh_axes):
+def _flat(chunk):
+    """States ``[n, D]``, tokens and temperature ``[n]``, 1 where masked."""
+    temperature = jnp.where(chunk["mask"], chunk["temperature"], 1.0).reshape(-1)
+    return chunk["hidden"].reshape(-1, chunk["hidden"].shape[2]), chunk["tokens"].reshape(-1), temperature
+
+
+def _logits(chunk, weight, options):
     """Tempered float32 logits ``[n, V]`` of a chunk, and where each token's own logit stands."""
-    values = token_chunks.logits(chunk["hidden"], weight, chunk["mask"], chunk["temperature"], vocab_size, mesh_axes)
+    values = token_chunks.logits(
+        chunk["hidden"], weight, chunk["mask"], chunk["temperature"], options.vocab_size, options.mesh_axes
+    )
     column = jnp.arange(weight.shape[0], dtype=jnp.int32)[None, :]
     return values, column == chunk["tokens"].reshape(-1).astype(jnp.int32)[:, None]
