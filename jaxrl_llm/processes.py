@@ -9,6 +9,7 @@ exchange. A run of one process exchanges nothing, and starts no device for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -175,14 +176,42 @@ def _require_plain(value: Any) -> None:
 
 
 def _gather(message: bytes) -> list[bytes]:
-    """Every process's message."""
-    from jax.experimental import multihost_utils
+    """Every process's message. All processes have as many devices, each of which takes a part of it."""
+    import jax
 
-    sizes = multihost_utils.process_allgather(np.int32(len(message)))
-    padded = np.zeros(_padded_size(int(sizes.max())), np.uint8)
+    local = jax.local_device_count()
+    sizes = _rows_of_all(np.full((local, 1), len(message), np.int32))[::local, 0]
+    width = -(-_padded_size(int(sizes.max())) // local)
+    padded = np.zeros(local * width, np.uint8)
     padded[: len(message)] = np.frombuffer(message, np.uint8)
-    found = multihost_utils.process_allgather(padded)
+    found = _rows_of_all(padded.reshape(local, width)).reshape(len(sizes), -1)
     return [row[:size].tobytes() for row, size in zip(found, sizes.tolist(), strict=True)]
+
+
+def _rows_of_all(own: np.ndarray) -> np.ndarray:
+    """The rows of every process, by process; each gives one for each of its devices.
+
+    One group of all devices gathers them, which a program on a part of the devices never forms. (Those of
+    `multihost_utils.process_allgather`, one for each place in a process, can be those of an update that still runs; on
+    CPUs the two then take each other's bytes.)
+    """
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    split = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
+    here = [device for device in devices if device.process_index == index()]
+    shards = [jax.device_put(row[None], device) for row, device in zip(own, here, strict=True)]
+    rows = jax.make_array_from_single_device_arrays((len(devices), *own.shape[1:]), split, shards)
+    return np.asarray(_copied_to_all(split.mesh)(rows))
+
+
+@functools.cache
+def _copied_to_all(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _padded_size(size: int) -> int:
