@@ -28,6 +28,7 @@ PLAIN = (type(None), bool, int, float, str)
 ERRORS = {"UserError": UserError, "RunStopped": RunStopped}
 """Those that keep their kind on the way; any other is a RuntimeError elsewhere."""
 
+SIZE_BYTES = 4
 SMALLEST_MESSAGE = 1024  # bytes; longer ones are padded to powers of two, so that few programs are compiled
 
 
@@ -176,20 +177,18 @@ def _require_plain(value: Any) -> None:
 
 
 def _gather(message: bytes) -> list[bytes]:
-    """Every process's message. All processes have as many devices, each of which takes a part of it."""
-    import jax
-
-    local = jax.local_device_count()
-    sizes = _rows_of_all(np.full((local, 1), len(message), np.int32))[::local, 0]
-    width = -(-_padded_size(int(sizes.max())) // local)
-    padded = np.zeros(local * width, np.uint8)
-    padded[: len(message)] = np.frombuffer(message, np.uint8)
-    found = _rows_of_all(padded.reshape(local, width)).reshape(len(sizes), -1)
-    return [row[:size].tobytes() for row, size in zip(found, sizes.tolist(), strict=True)]
+    """Every process's message: by one collective where all are short, by two where not."""
+    framed = len(message).to_bytes(SIZE_BYTES, "little") + message
+    found = _from_all(framed[:SMALLEST_MESSAGE], SMALLEST_MESSAGE)
+    ends = [SIZE_BYTES + int.from_bytes(one[:SIZE_BYTES], "little") for one in found]
+    if max(ends) > SMALLEST_MESSAGE:
+        found = _from_all(framed, _padded_size(max(ends)))
+    return [one[SIZE_BYTES:end] for one, end in zip(found, ends, strict=True)]
 
 
-def _rows_of_all(own: np.ndarray) -> np.ndarray:
-    """The rows of every process, by process; each gives one for each of its devices.
+def _from_all(message: bytes, size: int) -> list[bytes]:
+    """Every process's message, filled up to at least ``size`` bytes. All have as many devices, and each device takes a
+    part of it.
 
     One group of all devices gathers them, which a program on a part of the devices never forms. (Those of
     `multihost_utils.process_allgather`, one for each place in a process, can be those of an update that still runs; on
@@ -201,9 +200,11 @@ def _rows_of_all(own: np.ndarray) -> np.ndarray:
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     split = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
     here = [device for device in devices if device.process_index == index()]
-    shards = [jax.device_put(row[None], device) for row, device in zip(own, here, strict=True)]
-    rows = jax.make_array_from_single_device_arrays((len(devices), *own.shape[1:]), split, shards)
-    return np.asarray(_copied_to_all(split.mesh)(rows))
+    width = -(-size // len(here))
+    own = np.frombuffer(message.ljust(len(here) * width, b"\0"), np.uint8).reshape(len(here), 1, width)
+    shards = [jax.device_put(part, device) for part, device in zip(own, here, strict=True)]
+    parts = jax.make_array_from_single_device_arrays((len(devices), width), split, shards)
+    return [one.tobytes() for one in np.asarray(_copied_to_all(split.mesh)(parts)).reshape(count(), -1)]
 
 
 @functools.cache
