@@ -42,7 +42,7 @@ def work(turns, who, pause_s, log):
 
 def process(told, first, pauses, log):
     turns = Turns(told.tell, None) if first else Turns(None, told.told)
-    other = threading.Thread(target=work, args=(turns, BESIDE, pauses[BESIDE], log))
+    other = threading.Thread(target=work, args=(turns, BESIDE, pauses[BESIDE], log), daemon=True)
     other.start()
     turns.give(RUN)
     work(turns, RUN, pauses[RUN], log)
@@ -54,17 +54,17 @@ def process(told, first, pauses, log):
 def test_all_processes_follow_the_first_one():
     """Each has another slow thread, or none.
 
-    Caught: an order of their own; turns that two threads have at once; a turn that is told after the next one."""
+    Caught: an order of their own; turns that two threads have at once; one that comes before its turn."""
     told, logs = Told(), [[] for _ in range(3)]
     pauses = [{RUN: 0.01, BESIDE: 0.002}, {RUN: 0.0, BESIDE: 0.02}, {RUN: 0.0, BESIDE: 0.0}]
     running = [
-        threading.Thread(target=process, args=(told, index == 0, pause, log))
+        threading.Thread(target=process, args=(told, index == 0, pause, log), daemon=True)
         for index, (pause, log) in enumerate(zip(pauses, logs, strict=True))
     ]
     for thread in running:
         thread.start()
     for thread in running:
-        thread.join(20)
+        thread.join(10)
         assert not thread.is_alive()
     assert logs[0] == logs[1] == logs[2]
     assert logs[0][::2] == logs[0][1::2]
@@ -89,10 +89,10 @@ def test_turns_that_are_abandoned_end_the_thread_beside(first):
             except Interrupted as error:
                 raised.append(error)
 
-    waiting = threading.Thread(target=ask)
+    waiting = threading.Thread(target=ask, daemon=True)
     waiting.start()
     turns.abandon()
-    waiting.join(20)
+    waiting.join(10)
     assert len(raised) == 2
     turns.give(RUN)
     turns.take(RUN)
