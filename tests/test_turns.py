@@ -105,7 +105,17 @@ def test_a_coordinator_that_is_gone_is_an_error():
     def told(turn):
         raise OSError("gone")
 
-    turns = Turns(None, told)
-    turns.give(RUN)
-    with pytest.raises(RuntimeError, match="Process 0 does not say"):
-        turns.take(RUN)
+    raised = []
+
+    def ask():
+        turns = Turns(None, told)
+        turns.give(RUN)
+        try:
+            turns.take(RUN)
+        except RuntimeError as error:
+            raised.append(str(error))
+
+    waiting = threading.Thread(target=ask, daemon=True)
+    waiting.start()
+    waiting.join(10)
+    assert raised == ["Process 0 does not say which thread's turn it is."]
