@@ -9,6 +9,7 @@ exchange. A run of one process exchanges nothing, and starts no device for it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ PLAIN = (type(None), bool, int, float, str)
 ERRORS = {"UserError": UserError, "RunStopped": RunStopped}
 """Those that keep their kind on the way; any other is a RuntimeError elsewhere."""
 
+SIZE_BYTES = 4
 SMALLEST_MESSAGE = 1024  # bytes; longer ones are padded to powers of two, so that few programs are compiled
 
 
@@ -175,14 +177,42 @@ def _require_plain(value: Any) -> None:
 
 
 def _gather(message: bytes) -> list[bytes]:
-    """Every process's message."""
-    from jax.experimental import multihost_utils
+    """Every process's message: by one collective where all are short, by two where not."""
+    framed = len(message).to_bytes(SIZE_BYTES, "little") + message
+    found = _from_all(framed[:SMALLEST_MESSAGE], SMALLEST_MESSAGE)
+    ends = [SIZE_BYTES + int.from_bytes(one[:SIZE_BYTES], "little") for one in found]
+    if max(ends) > SMALLEST_MESSAGE:
+        found = _from_all(framed, _padded_size(max(ends)))
+    return [one[SIZE_BYTES:end] for one, end in zip(found, ends, strict=True)]
 
-    sizes = multihost_utils.process_allgather(np.int32(len(message)))
-    padded = np.zeros(_padded_size(int(sizes.max())), np.uint8)
-    padded[: len(message)] = np.frombuffer(message, np.uint8)
-    found = multihost_utils.process_allgather(padded)
-    return [row[:size].tobytes() for row, size in zip(found, sizes.tolist(), strict=True)]
+
+def _from_all(message: bytes, size: int) -> list[bytes]:
+    """Every process's message, filled up to at least ``size`` bytes. All have as many devices, and each device takes a
+    part of it.
+
+    One group of all devices gathers them, which a program on a part of the devices never forms. (Those of
+    `multihost_utils.process_allgather`, one for each place in a process, can be those of an update that still runs; on
+    CPUs the two then take each other's bytes.)
+    """
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
+    split = NamedSharding(Mesh(np.array(devices), ("device",)), PartitionSpec("device"))
+    here = [device for device in devices if device.process_index == index()]
+    width = -(-size // len(here))
+    own = np.frombuffer(message.ljust(len(here) * width, b"\0"), np.uint8).reshape(len(here), 1, width)
+    shards = [jax.device_put(part, device) for part, device in zip(own, here, strict=True)]
+    parts = jax.make_array_from_single_device_arrays((len(devices), width), split, shards)
+    return [one.tobytes() for one in np.asarray(_copied_to_all(split.mesh)(parts)).reshape(count(), -1)]
+
+
+@functools.cache
+def _copied_to_all(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return jax.jit(lambda rows: rows, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _padded_size(size: int) -> int:

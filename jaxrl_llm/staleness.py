@@ -7,7 +7,8 @@
 So step k learns from samples of the parameters after step k - 2, and the first two steps both from those of the first
 parameters: whatever the two blocks' speeds are. The layout change is the only place where both blocks are touched, and
 nothing samples then, so an update can donate what it likes. Whatever else needs the decoder (an evaluation, a save)
-waits for the samples first.
+waits for the samples first. Of several processes each has a part of both blocks; there the two threads take turns to
+start programs (`turns`), so that all processes start them in the same order.
 
 The old policy of the loss is the current one, and `algorithm.rollout_is` weights tokens by old over sampler (decoupled
 PPO). The decoder is compared with the trainer on the parameters that sampled: a copy of them in the compute dtype is
@@ -32,7 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_llm import packing, rollouts_json
+from jaxrl_llm import packing, processes, rollouts_json, turns
 from jaxrl_llm.algorithms.interface import Context, Sequences
 from jaxrl_llm.algorithms.on_policy import trained_sequences
 from jaxrl_llm.config import RunConfig
@@ -43,6 +44,7 @@ from jaxrl_llm.rollout import Arranged
 from jaxrl_llm.types import Example, Params, Rollouts
 
 THREAD = "sampling ahead"
+ENDING_S = 30  # beyond the time of a reward call
 STALENESS = "rollout/staleness"
 """Metric: how many steps older than the current parameters those that sampled are."""
 
@@ -83,8 +85,9 @@ class SampleAhead:
             return
         work, asked = self._work, time.perf_counter()
         timer = timer or PhaseTimer()
-        with timer("wait"):
+        with timer("wait"), turns.waiting():
             work.wait()  # an interrupt while waiting leaves it for `close`
+        turns.end()
         self._work, self._failed_at = None, work.position  # unless all that follows succeeds
         rollouts = work.result()
         with timer("logprobs"):
@@ -107,11 +110,17 @@ class SampleAhead:
         self._ready = None if values is None or data is None else rollouts_json.from_json(values, data.example)
 
     def close(self) -> None:
-        """Ends the thread, if there is one: at the decoder's next dispatch or within the time of a reward call."""
+        """Ends the thread, if there is one: at the decoder's next dispatch or within the time of a reward call. Of
+        several processes each closes at the same place, or this one has failed alone and the thread may never end."""
         work, self._work = self._work, None
-        if work is not None:
-            self._trainer.rollout.interrupt()
-            work.wait()
+        if work is None:
+            return
+        self._trainer.rollout.interrupt()
+        turns.abandon()
+        with turns.waiting():
+            limit_s = self._trainer.config.reward_runner.timeout_s + ENDING_S
+            work.wait(None if processes.count() == 1 else limit_s)
+        turns.end()
 
     def _start(self, timer: PhaseTimer) -> None:
         trainer = self._trainer
@@ -124,6 +133,7 @@ class SampleAhead:
         position, examples = trainer.data.state(), next(trainer.data)
         context = AheadContext(trainer, arranged, trainer.step_index + 1, dict(trainer.memory))
         collect = trainer.algorithm.collect
+        turns.begin()
         self._work = _Work(lambda: collect(context, examples), context.timer, sampler, position)
 
     def _copy(self, params: Params) -> Params:
@@ -252,14 +262,14 @@ class _Work:
 
     def _run(self) -> None:
         try:
-            with beside(THREAD):
+            with beside(THREAD), turns.beside():
                 self._rollouts = self._collect()
         except BaseException as error:  # noqa: BLE001 - raised where the samples are taken
             self._error = error
         self._end = time.perf_counter()
 
-    def wait(self) -> None:
-        self._thread.join()
+    def wait(self, limit_s: float | None = None) -> None:
+        self._thread.join(limit_s)
 
     def result(self) -> Rollouts:
         if self._error is not None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxrl_llm import processes
 from jaxrl_llm.config import RunConfig, _algorithm
-from jaxrl_llm.errors import UserError
 
 Problem = tuple[str, str]
 """As in `validation`."""
@@ -58,20 +56,6 @@ def staleness_conflicts(config: RunConfig) -> Iterator[Problem]:
             "error",
             "placement.staleness = 1: each step learns from samples of parameters that are one step older, and nothing "
             f"here corrects for it. {advice}placement.uncorrected = True learns from them as if they were new.",
-        )
-
-
-def check_processes(config: RunConfig) -> None:
-    """Refuses a run of several processes, alike on all of them.
-
-    Raises:
-      UserError: it says why.
-    """
-    if config.placement.staleness and processes.count() > 1:
-        raise UserError(
-            f"placement.staleness = 1 with {processes.count()} processes: a thread that samples and one that trains "
-            "would each start programs of all processes, in an order that differs from process to process, and wait "
-            "for each other for ever. Run it as one process, or set placement.staleness = 0."
         )
 
 

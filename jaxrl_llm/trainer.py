@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 from transformers import PreTrainedTokenizerBase
 
 from jaxrl_llm import config as configs
-from jaxrl_llm import evaluate, packing, processes, update
+from jaxrl_llm import evaluate, packing, processes, turns, update
 from jaxrl_llm.algorithms import find_algorithm
 from jaxrl_llm.algorithms.interface import Sequences, by_role
 from jaxrl_llm.algorithms.returned import check_losses, check_sequences, checked_memory
@@ -59,7 +59,6 @@ from jaxrl_llm.roles import RoleBuilder, mean_or_max, pack_lengths
 from jaxrl_llm.rollout import EVALUATION_STREAM, Rollout
 from jaxrl_llm.sharding import batch_shards
 from jaxrl_llm.staleness import SampleAhead, told_apart
-from jaxrl_llm.staleness_rules import check_processes
 from jaxrl_llm.types import Completion, Example, Params, Rollouts
 from jaxrl_llm.update import RoleState, TeacherReading
 from jaxrl_llm.workdir import CONFIG_FILE, Workdir
@@ -101,8 +100,6 @@ class Trainer:
         self.groups = DeviceGroups.of(config, devices)
         self.mesh = self.groups.policy
         self.read_only = read_only
-        if not read_only:
-            check_processes(config)
         with contextlib.ExitStack() as opened:  # closed if anything below fails: a notebook goes on after the error
             self._set_up(workdir, rewards, tokenizer, opened)
             opened.pop_all()
@@ -334,7 +331,8 @@ class Trainer:
         def finish(mesh: Mesh) -> None:
             if mesh in running:
                 name, had_rows, metrics = running.pop(mesh)
-                values = {metric: float(value) for metric, value in jax.device_get(metrics).items()}
+                with turns.waiting():
+                    values = {metric: float(value) for metric, value in jax.device_get(metrics).items()}
                 (found if had_rows else empty).setdefault(name, []).append(values)
 
         tokens = columns = fullest = 0
@@ -443,7 +441,9 @@ class Trainer:
             for members in packing.mini_batches(sequences, self.config.training.mini_batch_size):
                 batch, placement = self._pack(packing.select(sequences, members), mesh)
                 rows = update.put_rows(batch, mesh)
-                values = np.asarray(program(params, rows, np.int32(batch.num_micro_batches)))
+                said = program(params, rows, np.int32(batch.num_micro_batches))
+                with turns.waiting():
+                    values = np.asarray(said)
                 lengths = [len(sequences.tokens[n]) for n in members]
                 for n, one in zip(members, packing.unpack(values, placement, lengths), strict=True):
                     out[n] = one

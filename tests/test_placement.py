@@ -198,6 +198,7 @@ def test_a_block_must_divide_the_model_that_it_holds(tmp_path, options, words):
     ],
 )
 def test_a_process_gives_an_equal_part_to_each_block(tmp_path, owned, words):
+    """Caught: sizes alone compared, or numbers of devices alone."""
     options = {"placement__generation__fsdp": 3, "placement__critic__data": 2}
     config = configs.with_mesh(config_of(tmp_path / "none", **options), 6)
     with pytest.raises(UserError) as caught:

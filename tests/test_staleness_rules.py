@@ -1,13 +1,10 @@
 """Conflicts of `placement.staleness` with the rest, found before devices are touched."""
 
-from unittest import mock
-
 import pytest
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.options import set_by_path
-from jaxrl_llm.staleness_rules import check_processes
 
 
 def resolved(name="grpo", **changes):
@@ -72,12 +69,3 @@ def test_a_reward_model_may_stand_beside_generation():
         }
     )
     assert config.placement.owner("reward_model") == "generation"
-
-
-def test_several_processes_are_refused():
-    config = resolved(**{"algorithm.rollout_is": "token"})
-    check_processes(config)
-    with mock.patch("jaxrl_llm.processes.count", lambda: 2):
-        check_processes(resolved(**{"placement.staleness": 0}))
-        with pytest.raises(UserError, match="with 2 processes"):
-            check_processes(config)

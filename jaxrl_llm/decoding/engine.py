@@ -25,11 +25,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from jaxrl_kernels.device import target_device
 from jaxrl_kernels.paged_attention.api import choose_for
+from jaxrl_llm import processes, turns
 from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.decoding import buckets, rows
 from jaxrl_llm.decoding.cache import GATHERED
@@ -315,8 +315,7 @@ class Engine:
         """The same number on all processes: the fullest device decides, and a tenth is left to the programs."""
         free = min(free_bytes(device) for device in self.mesh.local_devices)
         pages = min(self.num_pages, int(0.9 * free) // self._page_bytes(dtype))
-        if jax.process_count() > 1:
-            pages = int(multihost_utils.process_allgather(np.array(pages)).min())
+        pages = min(processes.exchange(lambda: pages))
         least = pages_for(self.context, self.rollout.page_size) + 1
         if pages < least:
             raise UserError(
@@ -466,7 +465,7 @@ class Engine:
     def _receive(self, gen_params: Params, dispatch: Dispatch) -> list[Sample]:
         """Waits for a dispatch; its samples take their tokens and are returned. One that the dispatch before has ended
         takes nothing: where a stop string did, which the device doesn't know, it has made more."""
-        with self._clock.waiting():
+        with turns.waiting(), self._clock.waiting():  # a wait for a turn counts as the host's
             output = np.asarray(dispatch.output)
         steps, count, tokens, logprobs = rows.unpack_tokens(output)
         stats, made_in_all, now = self.stats, int(count.sum()), time.perf_counter()

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm import processes
+from jaxrl_llm import processes, turns
 from jaxrl_llm.data.columns import Messages
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.decoding.buckets import growing
@@ -140,7 +140,8 @@ class ModelScorer:
             (chosen, self._run(shape, [inputs[index] for index in chosen])) for shape, chosen in self._plan(inputs)
         ]
         for chosen, values in pending:  # all are dispatched before the first is waited for
-            scores[chosen] = np.asarray(jax.device_get(values))[: len(chosen)]
+            with turns.waiting():
+                scores[chosen] = np.asarray(jax.device_get(values))[: len(chosen)]
         scores[~np.isfinite(scores)] = np.nan
         self._count(inputs, scores)
         return scores

@@ -20,7 +20,7 @@ from typing import Any
 import cloudpickle
 import numpy as np
 
-from jaxrl_llm import processes
+from jaxrl_llm import processes, turns
 from jaxrl_llm.config import RewardConfig, RewardRunnerConfig
 from jaxrl_llm.errors import Interrupted, RunStopped, UserError
 from jaxrl_llm.rewards.combine import RewardResult, weighted_sum
@@ -133,7 +133,8 @@ class RewardRunner:
         batch = _Batch(list(self.weights), len(tasks))
         with self._lock:
             try:
-                self._run([tasks[sample] for sample in processes.share(len(tasks))], batch)
+                with turns.waiting():
+                    self._run([tasks[sample] for sample in processes.share(len(tasks))], batch)
             finally:  # after an error or an interrupt, what a worker still says must not reach the next batch
                 for worker in [w for w in self._workers if w.tasks]:
                     self._restart(worker)

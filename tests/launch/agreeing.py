@@ -97,7 +97,10 @@ def which_reward_model(me: int) -> None:
 
 def what_crosses(me: int) -> None:
     """Each process has a part of both blocks. Arrays of one come to the other, whatever splits them before and after,
-    each byte once, and what both processes have does not go from one to the other. Again, nothing compiles."""
+    each byte once, and what both processes have does not go from one to the other. Again, nothing compiles.
+
+    Caught: pieces that arrive at another device's place, or in another order; senders of the other process; a round for
+    each piece; programs made anew for each call; a block of one process's devices."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec

@@ -14,6 +14,7 @@ import sys
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,7 +22,8 @@ from jaxrl_llm.config import resolve
 from jaxrl_llm.config_file import read_config
 from jaxrl_llm.launch.supervisor import Supervisor
 from jaxrl_llm.observability.metrics import read_lines, read_metrics
-from jaxrl_llm.trainer import Trainer
+from jaxrl_llm.observability.timing import PhaseTimer
+from jaxrl_llm.trainer import StepContext, Trainer
 
 # The launcher imports no jax. Here others have, which warns of the fork; the child becomes another program at once.
 pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
@@ -54,6 +56,13 @@ def get_config():
     config.checkpoint.keep = 9
     config.algorithm.kl_coef = 0.05  # a reference
     config.hybrid_engine.update(OFFLOAD)
+    return config
+"""
+
+BLOCKS = """
+    config.num_steps = 8  # fails in the seventh
+    config.mesh.fsdp = config.placement.generation.fsdp = 2
+    config.placement.staleness, config.placement.uncorrected = 1, True
     return config
 """
 
@@ -110,12 +119,11 @@ class Alone:
 
     def require_equal(self, folder: pathlib.Path, trainer: Trainer) -> None:
         """Of another run: the same samples and rewards in all steps, and the same parameters."""
-        samples = [
-            {(row["step"], row["uid"], row["completion"], row["reward"]) for row in read_lines(path / "samples.jsonl")}
-            for path in (folder, self.folder)
-        ]
+        samples = [{row for row in told(path) if row[0] <= 3} for path in (folder, self.folder)]
         assert samples[0] == samples[1] and {step for step, *_ in samples[0]} == {1, 2, 3}
-        rewards = [[row.get("reward/mean") for row in read_metrics(path)] for path in (folder, self.folder)]
+        rewards = [
+            [row.get("reward/mean") for row in read_metrics(path) if row["step"] <= 3] for path in (folder, self.folder)
+        ]
         assert rewards[0] == rewards[1]
         # Sums in another order round differently; the run itself moved them by much more.
         assert np.abs(self.end - self.start).max() > 1e-3
@@ -207,6 +215,50 @@ def test_four_two_in_stages_and_one_go_on_with_the_same_run(tmp_path: pathlib.Pa
     assert reader.restore() and reader.step_index == 3
     assert told == {"prompt": "3+4=", "completions": reader.generate(["3+4="])[0]}
     reader.close()
+
+
+def test_blocks_of_which_each_process_has_a_part(tmp_path: pathlib.Path, alone: Alone):
+    """`placed.py` on two processes with two devices each: one of the block that learns, one of that which generates.
+    Three steps are as with one block of one process: samples, rewards, parameters. In three more generation is a step
+    ahead, as one thread of one process does it by hand.
+
+    Caught: pieces of arrays that cross to another device; weights that stay with the generation block; threads that
+    take no turns; an exchange between processes in the group of devices that an update uses meanwhile."""
+    file = write_run(tmp_path, REWARD.replace('process == "1"', "False"))
+    file.write_text(file.read_text().replace("    return config", BLOCKS))
+    folder = tmp_path / "several"
+    environment = {"PYTHONPATH": PATHS, "XLA_FLAGS": "--xla_force_host_platform_device_count=2", "GLIBC_TUNABLES": ""}
+    script = [sys.executable, str(ROOT / "tests" / "launch" / "placed.py"), str(file), str(folder)]
+    code = Supervisor(script, [environment] * 2, tmp_path, grace_s=1.0, tries=1).run()
+    assert code == 0, (tmp_path / "process_0.log").read_text() + (tmp_path / "process_1.log").read_text()
+
+    reader = Trainer(resolve(read_config(str(file))), folder, read_only=True, devices=jax.devices()[:4])
+    reader.restore(3)
+    alone.require_equal(folder, reader)
+
+    trainer, history, written = alone.trainer, [], told(folder)
+    metrics = {row["step"]: row for row in read_metrics(folder)}
+    for step in (4, 5, 6):
+        history.append(jax.tree.map(jnp.copy, trainer.roles["policy"].params))
+        context = StepContext(trainer, PhaseTimer())
+        rollouts = trainer.rollout.rollouts(history[max(step - 5, 0)], next(trainer.data), step=step - 1)
+        trainer._learn({"policy": trainer.algorithm.prepare(context, rollouts)}, context.timer)
+        trainer.step_index += 1
+        uids = [rollouts.examples[owner].uid for owner in rollouts.group]
+        samples = {(step, *sample) for sample in zip(uids, rollouts.texts, rollouts.rewards, strict=True)}
+        assert 4 < len(written & samples) == len({row for row in written if row[0] == step})
+        assert metrics[step]["rollout/staleness"] == float(step > 4)
+        for name in ("reward/mean", "response/length_mean"):
+            assert metrics[step][name] == rollouts.metrics[name], (step, name)
+    trainer.close()
+    reader.restore(6)
+    assert np.abs(flat(trainer) - alone.end).max() > 1e-3
+    assert np.abs(flat(trainer) - flat(reader)).max() < 1e-5
+
+
+def told(folder: pathlib.Path) -> set[tuple[int, str, str, float]]:
+    """Of each sample of a run: step, prompt, completion, reward."""
+    return {(row["step"], row["uid"], row["completion"], row["reward"]) for row in read_lines(folder / "samples.jsonl")}
 
 
 def flat(trainer: Trainer) -> np.ndarray:
