@@ -19,7 +19,7 @@ class Buckets:
 
     Attributes:
       rows: rows of a decode program: all slots, a quarter of them (the end of a batch, small batches), or one; where a
-        step costs what its rows cost, as on CPUs, also three quarters, a half and an eighth.
+        step costs what its rows cost, as on CPUs, every eighth up to three quarters (seven eighths cost as much as all).
       columns: of its page table, in pages; doubling up to a full context, there in half steps.
       prefill_tokens: tokens in a row of prompts; each four times the one before, as rows are usually full.
       context_pages: cached pages that a row of prompts can read.
@@ -41,7 +41,7 @@ class Buckets:
             pages_for(_SMALLEST_TABLE_TOKENS, rollout.page_size), pages_for(context, rollout.page_size), factor=2
         )
         if fine:
-            few = tuple(sorted({*few, slots // 8, slots // 2, 3 * slots // 4})) if few else ()
+            few = tuple(sorted({*few, *(eighths * slots // 8 for eighths in range(1, 7))})) if few else ()
             between = {3 * size // 2 for size in columns[:-1] if 3 * size // 2 < columns[-1]}
             columns = tuple(sorted({*columns, *between}))
         return cls(

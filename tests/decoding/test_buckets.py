@@ -22,6 +22,13 @@ def test_few_buckets_that_hold_everything(context, num_slots):
     assert len(buckets.rows) * len(buckets.columns) + 2 * len(buckets.prefill_tokens) <= 48
 
 
+def test_a_device_whose_steps_cost_what_their_rows_cost_has_a_program_for_every_eighth():
+    """Caught: only halves and quarters; seven eighths too; the same without ``fine``."""
+    rollout = RolloutConfig(num_slots=64)
+    assert Buckets.of(rollout, 256, fine=True).rows == (1, 8, 16, 24, 32, 40, 48, 64)
+    assert Buckets.of(rollout, 256).rows == (1, 16, 64)
+
+
 def test_smallest_that_holds_it():
     """Seen to catch: bisect_right, which takes the next size at an exact fit."""
     buckets = Buckets(rows=(4, 16), columns=(8, 16, 20), prefill_tokens=(64, 256), context_pages=40)
