@@ -22,7 +22,6 @@ from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm import processes
 from jaxrl_llm.algorithms.interface import Algorithm, Divergence, Objective
 from jaxrl_llm.config import TrainingConfig
-from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import pipeline
 from jaxrl_llm.models.arrangement import merge_trees
 from jaxrl_llm.models.decoder import Decoder
@@ -238,7 +237,6 @@ def make_update(
       like: what this returned for another role with all the same arguments and the same loss: its program is taken, so
         that it is compiled once.
     """
-    _refuse_what_xla_aborts(mesh)
     losses = algorithm.loss_of(name)
     data = mesh.shape[DATA_AXIS]
     # Within a shard of `data`, whose logits are a part of those of all devices.
@@ -369,18 +367,6 @@ def make_update(
         return dataclasses.replace(new, base=role.base), told
 
     return apply
-
-
-def _refuse_what_xla_aborts(mesh: Mesh) -> None:
-    """XLA of jax 0.12 fails a check of its partitioner, and the process ends: at a gather from the table of embeddings,
-    split over ``tensor``, by tokens that are split over ``fsdp``, where ``data`` is manual (seen on CPUs with jaxlib
-    0.12.0.1; 0.10.2 compiles it)."""
-    if jax.__version_info__ >= (0, 12) and all(mesh.shape[axis] > 1 for axis in (DATA_AXIS, "fsdp", "tensor")):
-        raise UserError(
-            f"mesh.data, mesh.fsdp and mesh.tensor are all above 1 ({dict(mesh.shape)}), for which the compiler of jax "
-            f"{jax.__version__} aborts. Set one of them to 1 (fsdp does what data does, with less memory), or install "
-            "a jax below 0.12."
-        )
 
 
 def _on_mesh(program: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:

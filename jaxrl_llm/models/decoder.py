@@ -35,7 +35,7 @@ from jaxrl_kernels.token_logprobs.api import token_logprobs
 from jaxrl_llm.models import arrangement, low_precision, pipeline
 from jaxrl_llm.models.blocks import Block, RMSNorm
 from jaxrl_llm.models.config import Lora, ModelConfig
-from jaxrl_llm.models.placement import gather_layer, pipeline_stages, place, row_shards, splitting_axes
+from jaxrl_llm.models.placement import gather_layer, look_up, pipeline_stages, place, row_shards, splitting_axes
 from jaxrl_llm.models.platform import compiles_for_cpu
 from jaxrl_llm.models.rope import rope_tables
 from jaxrl_llm.types import Params, TokenOutputs
@@ -398,8 +398,7 @@ class Decoder:
         return nnx.merge(_block_definition(self.config, fused, self.lora, quantized), params)
 
     def _embed(self, params: Params, tokens: Int[Array, "*n"]) -> Float[Array, "*n D"]:
-        table = place(params["embed"]["weight"], "vocab", None)
-        return jnp.take(table, tokens, axis=0, mode="clip")
+        return look_up(params["embed"]["weight"], tokens)
 
     def _final_norm(self, params: Params, x: Float[Array, "N D"]) -> Float[Array, "N D"]:
         norm = nnx.merge(_norm_definition(self.config.hidden_size, self.config.norm_eps), params["final_norm"])

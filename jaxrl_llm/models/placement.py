@@ -23,7 +23,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
+from jaxtyping import Array, Float, Int
 
 from jaxrl_llm.models.arrangement import AXES
 from jaxrl_llm.types import Params
@@ -104,6 +106,31 @@ def _constrain(x: jax.Array, names: list[tuple[str, ...]]) -> jax.Array:
         return x
     entries = [_divide(axes, length, mesh_shape) for axes, length in zip(names, x.shape, strict=True)]
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
+
+
+def look_up(table: Float[Array, "V D"], tokens: Int[Array, "*n"]) -> Float[Array, "*n D"]:
+    """Embeddings of tokens, whose first dimension is that of a batch's rows; ids beyond the table read its last row.
+
+    Where ``tensor`` splits the vocabulary, each part looks up what it holds, and the parts are added up over
+    ``tensor``. XLA makes the same of a lookup in the whole table; but that of jax 0.12 fails a check of its partitioner
+    at it, and the process ends, where ``data`` is manual and ``fsdp`` splits the tokens.
+    """
+    table = place(table, "vocab", None)
+    (axes,) = splitting_axes(vocab=table.shape[0]) or (None,)
+    count = 1 if axes is None else jax.sharding.get_abstract_mesh().shape[axes[0]]
+    if count == 1:
+        return jnp.take(table, tokens, axis=0, mode="clip")
+    size = table.shape[0] // count
+    tokens = jnp.clip(tokens, 0, table.shape[0] - 1)
+
+    def within(part: Float[Array, "v D"], first: Int[Array, ""]) -> Float[Array, "*n D"]:
+        own = tokens - first
+        return jnp.where(((own >= 0) & (own < size))[..., None], jnp.take(part, own, axis=0, mode="clip"), 0)
+
+    parts = place(table.reshape(count, size, -1), "vocab", None, None)
+    found = jax.vmap(within)(parts, jnp.arange(count, dtype=tokens.dtype) * size)
+    # Of each row all parts but one are zeros: the sum needs no float32, which would be twice the bytes of bfloat16.
+    return jax.lax.reduce_sum(place(found, "vocab", "rows", *[None] * tokens.ndim), (0,))
 
 
 def gather_layer(params: Params) -> Params:
