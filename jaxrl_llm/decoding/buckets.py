@@ -19,7 +19,7 @@ class Buckets:
 
     Attributes:
       rows: rows of a decode program: all slots, a quarter of them (the end of a batch, small batches), or one; where a
-        step costs what its rows cost, as on CPUs, every eighth up to three quarters (seven eighths cost as much as all).
+        step costs what its rows cost, as on CPUs, every eighth up to three quarters (seven eighths cost what all do).
       columns: of its page table, in pages; doubling up to a full context, there in half steps.
       prefill_tokens: tokens in a row of prompts; each four times the one before, as rows are usually full.
       context_pages: cached pages that a row of prompts can read.

@@ -33,6 +33,10 @@ def row_attention(q, k, v, positions, segment_ids, prefix_ids, window, *, scale,
     return _attend(q, k, v, *fields, scale, soft_cap, tile_tokens)
 
 
+_Fields = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
+"""Positions, segments and prefixes ``[R, T]``, and the window."""
+
+
 class _Plan(NamedTuple):
     """The tiles of R rows, n blocks of b tokens.
 
@@ -55,7 +59,7 @@ def _plan(positions, segment_ids, prefix_ids, window, size: int) -> _Plan:
     return _Plan((column, positions, segments, prefixes), order, count)
 
 
-def _with_tiles(fields, tile_tokens: int | None, run: Callable[[_Plan], Any]) -> Any:
+def _with_tiles(fields: _Fields, tile_tokens: int | None, run: Callable[[_Plan], Any]) -> Any:
     """``run(plan)`` with the tiles that cost least."""
     num_tokens = fields[0].shape[1]
     if tile_tokens is not None or num_tokens <= LARGE:

@@ -44,7 +44,8 @@ def _forward(hidden, weight, tokens, mask, temperature, options):
     mesh_axes = options.mesh_axes
     weight = token_chunks.place(weight, mesh_axes, "vocabulary", None)
     chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, options)
-    sums = _sums if _slices(weight, options) is None else _sums_over_slices
+    slices = _slices(weight, options)
+    sums = _sums if slices is None else functools.partial(_sums_over_slices, slices=slices)
 
     def one(index, chunk):
         def compute():
@@ -71,9 +72,8 @@ def _sums(chunk, weight, options):
     return jnp.where(hits, logits, 0.0).sum(-1), peak, total, (exponentials * logits).sum(-1) / total
 
 
-def _sums_over_slices(chunk, weight, options):
+def _sums_over_slices(chunk, weight, options, slices):
     """The same, a slice at a time."""
-    slices = _slices(weight, options)
     parts = slices.split(weight)
     rows, tokens, temperature = _flat(chunk)
 
@@ -107,7 +107,8 @@ def _backward(options, saved, cotangents):
     extra = {"entropy": entropy, "log_total": log_total, "d_logprob": d_logprobs, "d_entropy": d_entropy}
     weight = token_chunks.place(weight, options.mesh_axes, "vocabulary", None)
     chunks, num_used, restore = _chunks(hidden, tokens, mask, temperature, options, extra)
-    gradients = _gradients if _slices(weight, options) is None else _gradients_over_slices
+    slices = _slices(weight, options)
+    gradients = _gradients if slices is None else functools.partial(_gradients_over_slices, slices=slices)
 
     def one(carry, chunk):
         index, d_weight = carry
@@ -140,9 +141,8 @@ def _gradients(chunk, weight, d_weight, options):
     return d_hidden, d_weight + jnp.einsum("nv,nd->vd", d_logits, rows, preferred_element_type=jnp.float32)
 
 
-def _gradients_over_slices(chunk, weight, d_weight, options):
+def _gradients_over_slices(chunk, weight, d_weight, options, slices):
     """The same, a slice at a time."""
-    slices = _slices(weight, options)
     parts = slices.split(weight)
     rows, tokens, temperature = _flat(chunk)
 
