@@ -84,9 +84,15 @@ def test_gradients_cross_data_once_and_fsdp_alone_in_the_loop(data, fsdp, tensor
 
 @pytest.mark.skipif(gpu_compile.missing() is not None, reason="XLA's compiler for NVIDIA GPUs is not installed")
 def test_on_a_gpu_gradients_are_scattered_over_fsdp():
-    """In bfloat16, each device receiving its share alone."""
+    """Each device receives its share of every matrix's gradient alone, in bfloat16, and no byte more. Where they are
+    added up XLA finds by where the parameters lie: also without `at_rest`.
+
+    Caught: `data` left to the partitioner, which adds most matrices up whole, over both axes; gradients of float32
+    (parameters that are not cast); sums kept whole on each device from one micro-batch to the next; weights left to the
+    partitioner, which gathers more than it needs."""
     found, setup = sent_by("H200", 2, 2, 2)
-    scattered = found["reduce-scatter", ("fsdp",), True]
-    assert matrices(setup, 2) / 2 <= scattered <= matrices(setup, 2) / 2 + LITTLE
+    assert found["reduce-scatter", ("fsdp",), True] == matrices(setup, 2) / 2
     assert found["all-reduce", ("fsdp",), True] <= LITTLE
+    # At most all weights for the forward pass and once more for the backward pass; half of each are there.
+    assert found["all-gather", ("fsdp",), True] <= 2 * matrices(setup, 2) / 2
     assert not [key for key in found if "data" in key[1] and key[2]]
