@@ -223,7 +223,8 @@ def test_blocks_of_which_each_process_has_a_part(tmp_path: pathlib.Path, alone: 
     ahead, as one thread of one process does it by hand.
 
     Caught: pieces of arrays that cross to another device; weights that stay with the generation block; threads that
-    take no turns; an exchange between processes in the group of devices that an update uses meanwhile."""
+    take no turns; an exchange between processes in the group of devices that an update uses meanwhile; an update that
+    fails and keeps its turn."""
     file = write_run(tmp_path, REWARD.replace('process == "1"', "False"))
     file.write_text(file.read_text().replace("    return config", BLOCKS))
     folder = tmp_path / "several"
