@@ -459,19 +459,22 @@ class HybridEngineConfig(options.OptionGroup):
 
     In an update the layers of `offload_actor_layers` are whole on the devices. A loop over layers can fetch one after
     the other from the host (tried: equal bits on a CPU, and a program for an H200 that copies slices), but sums of
-    gradients and Adam's moments are stacks of all layers: they would have to be in two parts as well, wherever they are
-    kept, moved and saved.
+    gradients are stacks of all layers: they would have to be in two parts as well.
     """
 
     bucket_bytes: int = option(256 * 2**20, "Bytes moved at once: bounds the extra memory.", low=1, unit="bytes")
     offload_optimizer: bool = option(
-        False, "Optimizer states of all roles rest in pinned host memory, and are on the devices during their update."
+        False,
+        "Optimizer states of all roles stay in pinned host memory: an update fetches those of one layer at a time, and "
+        "of what is no layer one array, and puts them back.",
     )
     offload_reference: bool = option(
         False, "The reference rests in pinned host memory, and is on the devices while it scores."
     )
     offload_critic: bool = option(
-        False, "The critic and its optimizer state rest in pinned host memory, and are on the devices while it is used."
+        False,
+        "The critic rests in pinned host memory, and is on the devices while it is used; its optimizer state is as "
+        "with offload_optimizer.",
     )
     offload_actor_layers: int = option(
         0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -10,7 +11,9 @@ import optax
 from jaxtyping import Array, Bool, Float
 
 from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.host_memory import rests_on_host
 from jaxrl_llm.models.platform import compiles_for_cpu
+from jaxrl_llm.optimizer_pieces import step_in_pieces
 
 
 def learning_rate(config: OptimizerConfig, total_updates: int) -> optax.Schedule:
@@ -51,7 +54,8 @@ def apply(
     clip_norm: float,
     denominator: Float[Array, ""] | float = 1.0,
 ) -> tuple[Any, Any, Float[Array, ""], Bool[Array, ""]]:
-    """One update from the gradient of the whole optimizer batch, ``gradients / denominator``.
+    """One update from the gradient of the whole optimizer batch, ``gradients / denominator``; in pieces where the
+    optimizer's state rests in the host's memory.
 
     The norm is global: over every parameter and every shard, after accumulation. A norm that is not finite
     leaves parameters and optimizer as they were (the caller stops the run); NaN is never written.
@@ -68,14 +72,19 @@ def apply(
     scale = jnp.float32(1.0)
     if clip_norm:
         scale = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-12))
-    gradients = jax.tree.map(lambda leaf: leaf * (scale / denominator), gradients)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax mixes both
-        updates, new_state = optimizer.update(gradients, opt_state, params)
-        new_params = optax.apply_updates(params, updates)
+    whole = not any(rests_on_host(leaf) for leaf in jax.tree.leaves(opt_state))
 
-    new_params = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_params, params)
-    made = finite & _known_after(new_params)
-    new_state = jax.tree.map(lambda new, old: jnp.where(made, new, old), new_state, opt_state)
+    def step(gradients: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        gradients = jax.tree.map(lambda leaf: leaf * (scale / denominator), gradients)
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # optax mixes both
+            updates, new_state = optimizer.update(gradients, opt_state, params)
+            new_params = optax.apply_updates(params, updates)
+
+        new_params = jax.tree.map(lambda new, old: jnp.where(finite, new, old), new_params, params)
+        made = finite & (not whole or _known_after(new_params))
+        return new_params, jax.tree.map(lambda new, old: jnp.where(made, new, old), new_state, opt_state)
+
+    new_params, new_state = (step if whole else functools.partial(step_in_pieces, step))(gradients, opt_state, params)
     return new_params, new_state, norm, finite
 
 

@@ -1,7 +1,8 @@
 """Where the arrays of a role stay between their uses: on the devices, or in the memory of the host.
 
 What `HybridEngineConfig` offloads rests in pinned host memory with the same sharding, and is copied to the devices for
-the program that reads it, array by array and bit by bit, so that no result changes.
+the program that reads it, array by array and bit by bit, so that no result changes. An update takes the state of an
+optimizer where it rests, and fetches a piece at a time (`optimizer_pieces`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jaxrl_llm.algorithms.interface import Role
 from jaxrl_llm.config import HybridEngineConfig
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.host_memory import HOST, host_sharding
 from jaxrl_llm.types import Params
 from jaxrl_llm.update import RoleState
-
-HOST = "pinned_host"
-"""The memory kind, as JAX calls it, that devices copy to and from fastest."""
 
 
 @jax.tree_util.register_dataclass
@@ -65,8 +64,8 @@ class Residence:
         caller drops `state`. Of one that a checkpoint gave (`template`) nothing passes through the devices."""
         section, settings = self.roles[name].section, self.config
         if (section == "reference" and settings.offload_reference) or (section == "critic" and settings.offload_critic):
-            return dataclasses.replace(state, params=to_host(state.params), opt_state=to_host(state.opt_state))
-        if settings.offload_optimizer:
+            state = dataclasses.replace(state, params=to_host(state.params))
+        if moments_on_host(settings, self.roles[name]):
             state = dataclasses.replace(state, opt_state=to_host(state.opt_state))
         if self.splits(name):
             params = state.params
@@ -93,8 +92,13 @@ class Residence:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), shapes)
 
     def use(self, state: RoleState) -> RoleState:
-        """The whole resting role on the devices, for an update."""
-        return dataclasses.replace(state, params=to_device(state.params), opt_state=to_device(state.opt_state))
+        """The resting role for an update: all parameters on the devices, the optimizer's state where it rests."""
+        return dataclasses.replace(state, params=to_device(state.params))
+
+
+def moments_on_host(config: HybridEngineConfig, role: Role) -> bool:
+    """Whether the state of the role's optimizer rests in the host's memory."""
+    return config.offload_optimizer or (role.section == "critic" and config.offload_critic)
 
 
 def check_host_memory(mesh: Mesh, option: str) -> None:
@@ -110,8 +114,7 @@ def check_host_memory(mesh: Mesh, option: str) -> None:
 
 def to_host(tree: Any) -> Any:
     """The same arrays, with their shardings, in the host's memory."""
-    shardings = jax.tree.map(lambda leaf: leaf.sharding.with_memory_kind(HOST), tree)
-    return jax.device_put(tree, shardings)
+    return jax.device_put(tree, jax.tree.map(lambda leaf: host_sharding(leaf.sharding), tree))
 
 
 def to_device(tree: Any) -> Any:

@@ -35,6 +35,7 @@ from jaxrl_llm.models.loading import init_model, load_model
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.pipeline import Schedule
 from jaxrl_llm.models.value_head import add_value_head
+from jaxrl_llm.residence import moments_on_host
 from jaxrl_llm.sharding import TRAINING, batch_shards
 from jaxrl_llm.types import Params
 from jaxrl_llm.update import Forward, RoleState, logits_at_once
@@ -191,8 +192,9 @@ class RoleBuilder:
         settings = self.config.critic.optimizer if role.section == "critic" else self.config.optimizer
         steps = max(self.total_steps - self.algorithm.rests(self.options, self.config, role), 0)
         transformation = optimizers.make_optimizer(settings, steps * updates_per_step(self.config))
-        state, state_shardings = self._first_state(params, transformation, shardings, mesh)
-        leaves, tree = jax.tree.flatten(shardings)
+        on_host = moments_on_host(self.config.hybrid_engine, role)
+        state, state_shardings = self._first_state(params, transformation, shardings, mesh, on_host)
+        leaves, tree = jax.tree.flatten(state_shardings)
         key = forward, self.algorithm.loss_of(role.name), settings, steps, mesh, tree, tuple(leaves)
         self._programs[key] = program = update.make_update(
             forward,
@@ -236,9 +238,9 @@ class RoleBuilder:
         return add_value_head(decoder, params)
 
     def _first_state(
-        self, params: Params, transformation: Any, shardings: Any, mesh: Mesh
+        self, params: Params, transformation: Any, shardings: Any, mesh: Mesh, moments_on_host: bool
     ) -> tuple[RoleState, RoleState]:
-        return update.init_role(params, transformation, shardings, mesh)
+        return update.init_role(params, transformation, shardings, mesh, moments_on_host=moments_on_host)
 
     def _split(self, decoder: Decoder, params: Params, role: Role) -> tuple[Params, Params]:
         """The base, which stays as it is, and what is trained, in float32: adapters, and a value head."""

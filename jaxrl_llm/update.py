@@ -22,6 +22,7 @@ from jaxrl_llm import optimizer as optimizers
 from jaxrl_llm import processes
 from jaxrl_llm.algorithms.interface import Algorithm, Divergence, Objective
 from jaxrl_llm.config import TrainingConfig
+from jaxrl_llm.host_memory import host_sharding
 from jaxrl_llm.models import pipeline
 from jaxrl_llm.models.arrangement import merge_trees
 from jaxrl_llm.models.decoder import Decoder
@@ -472,20 +473,33 @@ def _over_micro_batches(
 
 
 def init_role(
-    params: Params, optimizer: optax.GradientTransformation, shardings: Any, mesh: Mesh
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    shardings: Any,
+    mesh: Mesh,
+    *,
+    moments_on_host: bool = False,
 ) -> tuple[RoleState, RoleState]:
     """A trained role with a fresh optimizer state sharded like its parameters, and the tree of all its shardings.
 
     Args:
       params: in the training layout; taken over, not copied.
       shardings: of `params`.
+      moments_on_host: where the optimizer's state is made, and where updates take and leave it.
     """
-    role_shardings = role_shardings_of(params, optimizer, shardings, mesh)
+    role_shardings = role_shardings_of(params, optimizer, shardings, mesh, moments_on_host=moments_on_host)
     opt_state = jax.jit(optimizer.init, out_shardings=role_shardings.opt_state)(params)
     return RoleState(params, opt_state), role_shardings
 
 
-def role_shardings_of(params: Params, optimizer: optax.GradientTransformation, shardings: Any, mesh: Mesh) -> RoleState:
+def role_shardings_of(
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    shardings: Any,
+    mesh: Mesh,
+    *,
+    moments_on_host: bool = False,
+) -> RoleState:
     """The tree of all shardings of a trained role; ``params`` may be abstract, and ``shardings`` are theirs."""
     opt_shardings = optax.tree_utils.tree_map_params(
         optimizer,
@@ -494,4 +508,4 @@ def role_shardings_of(params: Params, optimizer: optax.GradientTransformation, s
         shardings,
         transform_non_params=lambda leaf: replicated(mesh),
     )
-    return RoleState(shardings, opt_shardings)
+    return RoleState(shardings, jax.tree.map(host_sharding, opt_shardings) if moments_on_host else opt_shardings)

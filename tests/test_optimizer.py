@@ -6,9 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrl_llm.config import OptimizerConfig
+from jaxrl_llm.config import MeshConfig, OptimizerConfig
 from jaxrl_llm.optimizer import apply, learning_rate, make_optimizer
+from jaxrl_llm.sharding import make_mesh
+from jaxrl_llm.update import init_role
 from tests.cases import case
 
 
@@ -86,3 +89,49 @@ def test_the_program_of_one_cpu_copies_no_moments():
 
     compiled = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, jnp.ones((8, 96))).compile()
     assert not [line for line in compiled.as_text().splitlines() if "f32[96,64]{1,0} copy(" in line]
+
+
+@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "pipeline": 2}], ids=["fsdp", "pipeline"])
+def test_a_state_on_the_host_is_stepped_in_pieces(axes):
+    """Two updates and one whose gradient is not finite: bit for bit those of a state on the devices, each array in the
+    memory where it was; and a program that gathers nothing.
+
+    Caught: counts that go on with every piece; a layer taken for the next one; layers of all stages cut as if they were
+    on one (gathers).
+    """
+    mesh = make_mesh(MeshConfig(**{"data": 1, "tensor": 1, **axes}), jax.devices()[:4])
+    optimizer = make_optimizer(OptimizerConfig(warmup_steps=4, weight_decay=0.1), 10)
+    random = np.random.default_rng(0)
+    shapes = {"blocks": {"run_0": {"matrix": (4, 8, 16), "scale": (4, 8)}}, "embed": {"weight": (24, 8)}}
+
+    def draw(scale):
+        whole = jax.tree.map(lambda shape: np.float32(scale * random.normal(size=shape)), shapes, is_leaf=is_shape)
+        return jax.device_put(whole, shardings)
+
+    def is_shape(leaf):
+        return isinstance(leaf, tuple)
+
+    specs = {"blocks": {"run_0": {"matrix": ("pipeline", "fsdp"), "scale": ("pipeline",)}}, "embed": {"weight": ()}}
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, PartitionSpec(*spec)), specs, is_leaf=is_shape)
+    start, *gradients = draw(1.0), draw(0.1), draw(0.1), jax.tree.map(lambda leaf: leaf * jnp.nan, draw(0.1))
+
+    def run(on_host):
+        role, role_shardings = init_role(start, optimizer, shardings, mesh, moments_on_host=on_host)
+        params, state = role.params, role.opt_state
+        told = NamedSharding(mesh, PartitionSpec())
+        step = jax.jit(
+            lambda gradients, state, params: apply(optimizer, gradients, state, params, 1.0, 3.0),
+            out_shardings=(role_shardings.params, role_shardings.opt_state, told, told),
+        )
+        with jax.set_mesh(mesh):
+            text = step.lower(gradients[0], state, params).compile().as_text()
+            for gradient in gradients:
+                params, state, *_ = step(gradient, state, params)
+        kinds = [{leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)} for tree in (params, state)]
+        assert kinds == [{"device"}, {"pinned_host" if on_host else "device"}]
+        assert "all-gather" not in text and "collective-permute" not in text
+        return jax.device_get((params, state))
+
+    whole, pieces = run(False), run(True)
+    assert int(whole[1][0].count) == 2
+    jax.tree.map(np.testing.assert_array_equal, pieces, whole)

@@ -132,7 +132,7 @@ def test_generation_and_each_update_have_the_devices_for_themselves(rows_file, m
     """
     whole, trainer = bytes_by_phase(monkeypatch, config_of(rows_file, 1))
     size = {name: sum(nbytes_by_kind(state).values()) for name, state in trainer.roles.items()}
-    moments = sum(nbytes_by_kind(trainer.roles["policy"].opt_state).values())
+    moments, of_critic = (sum(nbytes_by_kind(trainer.roles[name].opt_state).values()) for name in ("policy", "critic"))
     blocks = trainer.roles["policy"].params["blocks"]
     layer = sum(nbytes_by_kind(blocks).values()) // trainer.decoder.config.num_layers
     del trainer, blocks
@@ -141,6 +141,6 @@ def test_generation_and_each_update_have_the_devices_for_themselves(rows_file, m
     assert whole["pools"] == parts["pools"] > 0
     assert saved == {
         "generation": moments + layer + size["reference"] + size["critic"],
-        "critic": moments + layer + size["reference"] + whole["pools"],
-        "policy": size["reference"] + size["critic"] + whole["pools"],
+        "critic": moments + of_critic + layer + size["reference"] + whole["pools"],
+        "policy": moments + size["reference"] + size["critic"] + whole["pools"],
     }

@@ -71,9 +71,16 @@ class AbstractRoles(RoleBuilder):
         }
 
     def _first_state(
-        self, params: Params, transformation: optax.GradientTransformation, shardings: Any, mesh: Mesh
+        self,
+        params: Params,
+        transformation: optax.GradientTransformation,
+        shardings: Any,
+        mesh: Mesh,
+        moments_on_host: bool,
     ) -> tuple[RoleState, RoleState]:
-        role_shardings = update.role_shardings_of(params, transformation, shardings, mesh)
+        role_shardings = update.role_shardings_of(
+            params, transformation, shardings, mesh, moments_on_host=moments_on_host
+        )
         opt_state = with_shardings(jax.eval_shape(transformation.init, params), role_shardings.opt_state)
         return RoleState(params, opt_state), role_shardings
 

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm.plan.device_kinds import MEMORY_MARGIN
-from jaxrl_llm.plan.programs import device_bytes
+from jaxrl_llm.plan.programs import device_bytes, shard_bytes
 from jaxrl_llm.plan.setup import COMPARISON, READING, SCORES, Setup
 
 POLICY = "policy"
@@ -66,12 +66,12 @@ def _block(setup: Setup, mesh: Mesh, temporaries: Mapping[str, int], memory_byte
     base = layout.new if generation is not None and setup.models[setup.main].decoder.lora is not None else 0
     always = scoring + base + (pools if static else 0)
 
-    def there(used: str = "", whole: bool = False) -> int:
-        """The roles, one of them in use: with its optimizer where it is updated."""
+    def there(used: str = "") -> int:
+        """The roles, one of them in use; the state of an optimizer is where it rests in updates, too."""
         states = {role: _resting(setup, role) for role in roles}
         if used:
             state = setup.states[used]
-            states[used] = [state.params, state.base, state.opt_state if whole else states[used][-1]]
+            states[used] = [state.params, state.base, state.opt_state]
         return device_bytes(states)
 
     parts = {
@@ -88,7 +88,7 @@ def _block(setup: Setup, mesh: Mesh, temporaries: Mapping[str, int], memory_byte
         parts["gradients"] = max(gradients.values())
         parts["activations"] = max(kept[role] - gradients[role] for role in trained)
         parts["batch"] = max(rows.values())
-        phases["update"] = max(there(role, whole=True) + always + copy + rows[role] + kept[role] for role in trained)
+        phases["update"] = max(there(role) + always + copy + rows[role] + kept[role] for role in trained)
     readings = {one.name: one.role for one in setup.passes if one.role in roles}
     if policy and COMPARISON in programs:
         readings[COMPARISON] = ""  # of the copy, which is there
@@ -120,7 +120,7 @@ def _block(setup: Setup, mesh: Mesh, temporaries: Mapping[str, int], memory_byte
         phases["reward model"] = there() + always + weights + temporaries[SCORES]
     if not phases:  # a block that only holds
         phases["between steps"] = training
-    on_host = device_bytes([setup.states[role] for role in roles]) - there()
+    on_host = shard_bytes([setup.states[role] for role in roles]) - there()
     return BlockMemory(mesh, parts, phases, on_host, memory_bytes)
 
 
@@ -136,11 +136,11 @@ def _resting(setup: Setup, role: str) -> list[Any]:
     state, settings = setup.states[role], setup.config.hybrid_engine
     section = setup.models[role].role.section
     if (section == "reference" and settings.offload_reference) or (section == "critic" and settings.offload_critic):
-        return [None, state.base, None]
+        return [None, state.base, state.opt_state]
     params: Any = state.params
     if section == "policy" and settings.offload_actor_layers:
         params = {**params, "blocks": jax.tree.map(_without(settings.offload_actor_layers), params["blocks"])}
-    return [params, state.base, None if settings.offload_optimizer else state.opt_state]
+    return [params, state.base, state.opt_state]
 
 
 def _without(count: int) -> Any:

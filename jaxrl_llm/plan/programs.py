@@ -20,6 +20,7 @@ from jaxrl_llm.config import RolloutConfig
 from jaxrl_llm.decoding import rows as engine_rows
 from jaxrl_llm.decoding.cache import GATHERED
 from jaxrl_llm.decoding.engine import Engine
+from jaxrl_llm.host_memory import on_host
 from jaxrl_llm.models import low_precision
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.plan.abstract_roles import with_shardings
@@ -46,7 +47,13 @@ class Program:
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes of one device, by shapes and shardings. An array that stands in the tree twice counts once."""
+    """Bytes in the memory of one device, by shapes and shardings. An array that stands in the tree twice counts
+    once."""
+    return shard_bytes([leaf for leaf in jax.tree.leaves(tree) if not on_host(leaf.sharding)])
+
+
+def shard_bytes(tree: Any) -> int:
+    """The same with what is a device's in the host's memory."""
     leaves = {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values()
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 

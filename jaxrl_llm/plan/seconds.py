@@ -14,7 +14,7 @@ from jaxrl_llm.plan.collectives import Collective
 from jaxrl_llm.plan.device_kinds import DeviceKind, Efficiency, PlannedDevices
 from jaxrl_llm.plan.formulas import matrix_parameters
 from jaxrl_llm.plan.passes import sequences_per_prompt
-from jaxrl_llm.plan.programs import device_bytes
+from jaxrl_llm.plan.programs import device_bytes, shard_bytes
 from jaxrl_llm.plan.setup import COMPARISON, READING, SCORES, Setup
 from jaxrl_llm.roles import Model
 
@@ -151,7 +151,7 @@ def _update_seconds(
     between, beside = _waited_and_hidden(sent)
     trips = work.micro_batches(setup.row_shapes[model.mesh])
     waited, hidden = (work.updates * _communication(part, kind, efficiency, trips) for part in (between, beside))
-    optimizer = work.updates * 3 * device_bytes(setup.states[role].opt_state) / kind.memory_rate
+    optimizer = work.updates * 3 * shard_bytes(setup.states[role].opt_state) / kind.memory_rate
     return max(computing, hidden) + waited + optimizer
 
 

@@ -63,6 +63,8 @@ class Report:
       argument_bytes, output_bytes, temporary_bytes: memory of one device. Aliased outputs, ``alias_bytes`` of them,
         count in both of the first two; what the driver, NCCL and the allocator take is in none.
       kernels: ``triton`` or ``mosaic`` for each call of a Pallas kernel in the program, in its order.
+      host_argument_bytes: of arguments in the host's memory, which count nowhere else (but on CPUs, where they are
+        `argument_bytes` like all others).
     """
 
     text: str
@@ -71,6 +73,7 @@ class Report:
     alias_bytes: int
     temporary_bytes: int
     kernels: tuple[str, ...]
+    host_argument_bytes: int = 0
 
 
 def missing() -> str | None:
@@ -154,6 +157,7 @@ def compile(function: Callable[..., Any], *arguments: Any, mesh: Mesh | None = N
         alias_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
         kernels=kernel_targets(lowered.as_text()),
+        host_argument_bytes=memory.host_argument_size_in_bytes,
     )
 
 
