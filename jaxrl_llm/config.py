@@ -472,9 +472,7 @@ class HybridEngineConfig(options.OptionGroup):
         False, "The reference rests in pinned host memory, and is on the devices while it scores."
     )
     offload_critic: bool = option(
-        False,
-        "The critic rests in pinned host memory, and is on the devices while it is used; its optimizer state is as "
-        "with offload_optimizer.",
+        False, "The critic and its optimizer state rest in pinned host memory, and are on the devices while it is used."
     )
     offload_actor_layers: int = option(
         0,

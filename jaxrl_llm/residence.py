@@ -1,8 +1,8 @@
 """Where the arrays of a role stay between their uses: on the devices, or in the memory of the host.
 
 What `HybridEngineConfig` offloads rests in pinned host memory with the same sharding, and is copied to the devices for
-the program that reads it, array by array and bit by bit, so that no result changes. An update takes the state of an
-optimizer where it rests, and fetches a piece at a time (`optimizer_pieces`).
+the program that reads it, array by array and bit by bit, so that no result changes. With
+`offload_optimizer` an update takes that state where it rests, and fetches a piece at a time (`optimizer_pieces`).
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Residence:
         caller drops `state`. Of one that a checkpoint gave (`template`) nothing passes through the devices."""
         section, settings = self.roles[name].section, self.config
         if (section == "reference" and settings.offload_reference) or (section == "critic" and settings.offload_critic):
-            state = dataclasses.replace(state, params=to_host(state.params))
-        if moments_on_host(settings, self.roles[name]):
+            return dataclasses.replace(state, params=to_host(state.params), opt_state=to_host(state.opt_state))
+        if settings.offload_optimizer:
             state = dataclasses.replace(state, opt_state=to_host(state.opt_state))
         if self.splits(name):
             params = state.params
@@ -92,13 +92,9 @@ class Residence:
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), shapes)
 
     def use(self, state: RoleState) -> RoleState:
-        """The resting role for an update: all parameters on the devices, the optimizer's state where it rests."""
-        return dataclasses.replace(state, params=to_device(state.params))
-
-
-def moments_on_host(config: HybridEngineConfig, role: Role) -> bool:
-    """Whether the state of the role's optimizer rests in the host's memory."""
-    return config.offload_optimizer or (role.section == "critic" and config.offload_critic)
+        """The resting role on the devices, for an update; with `offload_optimizer` but for the optimizer's state."""
+        moments = state.opt_state if self.config.offload_optimizer else to_device(state.opt_state)
+        return dataclasses.replace(state, params=to_device(state.params), opt_state=moments)
 
 
 def check_host_memory(mesh: Mesh, option: str) -> None:

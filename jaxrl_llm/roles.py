@@ -35,7 +35,6 @@ from jaxrl_llm.models.loading import init_model, load_model
 from jaxrl_llm.models.lora import Lora
 from jaxrl_llm.models.pipeline import Schedule
 from jaxrl_llm.models.value_head import add_value_head
-from jaxrl_llm.residence import moments_on_host
 from jaxrl_llm.sharding import TRAINING, batch_shards
 from jaxrl_llm.types import Params
 from jaxrl_llm.update import Forward, RoleState, logits_at_once
@@ -192,7 +191,7 @@ class RoleBuilder:
         settings = self.config.critic.optimizer if role.section == "critic" else self.config.optimizer
         steps = max(self.total_steps - self.algorithm.rests(self.options, self.config, role), 0)
         transformation = optimizers.make_optimizer(settings, steps * updates_per_step(self.config))
-        on_host = moments_on_host(self.config.hybrid_engine, role)
+        on_host = self.config.hybrid_engine.offload_optimizer
         state, state_shardings = self._first_state(params, transformation, shardings, mesh, on_host)
         leaves, tree = jax.tree.flatten(state_shardings)
         key = forward, self.algorithm.loss_of(role.name), settings, steps, mesh, tree, tuple(leaves)

@@ -79,7 +79,8 @@ def test_each_option_moves_its_part_and_nothing_else(states, option):
         used = dataclasses.replace(back, opt_state=None), dataclasses.replace(state, opt_state=None)
         same = jax.tree.map(lambda leaf, old: leaf.sharding.is_equivalent_to(old.sharding, leaf.ndim), *used)
         assert jax.tree.all(same) and kinds(used[0]) == {"device"}
-        assert kinds(back.opt_state) == kinds(resting[name].opt_state)
+        moments = "pinned_host" if option == "offload_optimizer" else "device"
+        assert kinds(back.opt_state) <= {moments}
 
 
 @pytest.mark.parametrize("layers", [1, 2])

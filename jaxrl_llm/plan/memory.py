@@ -66,12 +66,12 @@ def _block(setup: Setup, mesh: Mesh, temporaries: Mapping[str, int], memory_byte
     base = layout.new if generation is not None and setup.models[setup.main].decoder.lora is not None else 0
     always = scoring + base + (pools if static else 0)
 
-    def there(used: str = "") -> int:
-        """The roles, one of them in use; the state of an optimizer is where it rests in updates, too."""
+    def there(used: str = "", whole: bool = False) -> int:
+        """The roles, one of them in use: with its optimizer's state, if an update has that on the devices."""
         states = {role: _resting(setup, role) for role in roles}
         if used:
             state = setup.states[used]
-            states[used] = [state.params, state.base, state.opt_state]
+            states[used] = [state.params, state.base, state.opt_state if whole else states[used][-1]]
         return device_bytes(states)
 
     parts = {
@@ -88,7 +88,7 @@ def _block(setup: Setup, mesh: Mesh, temporaries: Mapping[str, int], memory_byte
         parts["gradients"] = max(gradients.values())
         parts["activations"] = max(kept[role] - gradients[role] for role in trained)
         parts["batch"] = max(rows.values())
-        phases["update"] = max(there(role) + always + copy + rows[role] + kept[role] for role in trained)
+        phases["update"] = max(there(role, whole=True) + always + copy + rows[role] + kept[role] for role in trained)
     readings = {one.name: one.role for one in setup.passes if one.role in roles}
     if policy and COMPARISON in programs:
         readings[COMPARISON] = ""  # of the copy, which is there
@@ -136,7 +136,7 @@ def _resting(setup: Setup, role: str) -> list[Any]:
     state, settings = setup.states[role], setup.config.hybrid_engine
     section = setup.models[role].role.section
     if (section == "reference" and settings.offload_reference) or (section == "critic" and settings.offload_critic):
-        return [None, state.base, state.opt_state]
+        return [None, state.base, None]
     params: Any = state.params
     if section == "policy" and settings.offload_actor_layers:
         params = {**params, "blocks": jax.tree.map(_without(settings.offload_actor_layers), params["blocks"])}
