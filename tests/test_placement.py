@@ -83,8 +83,9 @@ def test_ppo_on_four_blocks_then_on_two_others_is_ppo_on_one(rows_file, tmp_path
 
 @pytest.mark.parametrize("axis", ["tensor", "pipeline"])
 def test_grpo_on_three_blocks_of_other_shapes_is_grpo_on_one(rows_file, tmp_path, axis):
-    """Eight devices either way; in a pipeline with adapters. Sums in another order differ by rounding of float32:
-    parameters move by 1e-3 a step.
+    """Eight devices either way; in a pipeline with adapters. Sums in another order differ by rounding of float32,
+    at most 1e-5 of each array's norm (moments included): of single entries more, as Adam moves one whose gradient is
+    nearly zero by its sign.
 
     Caught: layers of a pipeline in another order; the base under adapters sent to the block for every step."""
     options = {f"mesh__{axis}": 2, "model__lora_rank": 4 if axis == "pipeline" else 0}
@@ -92,8 +93,10 @@ def test_grpo_on_three_blocks_of_other_shapes_is_grpo_on_one(rows_file, tmp_path
     blocks = {"placement__generation__tensor": 2, "placement__reference__data": 2}
     apart, told_apart = run(config_of(rows_file, "grpo", **options, **blocks), tmp_path / "apart", devices=8)
     assert devices_of(apart) == {"policy": {0, 1, 2, 3}, "reference": {6, 7}}
-    pairs = zip(jax.tree.leaves(together.roles), jax.tree.leaves(apart.roles), strict=True)
-    assert max(np.abs(np.asarray(one) - np.asarray(other)).max() for one, other in pairs) < 2e-5
+    for one, other in zip(
+        *(jax.tree.leaves(jax.device_get(trainer.roles)) for trainer in (together, apart)), strict=True
+    ):
+        assert np.linalg.norm(one - other) <= 1e-5 * np.linalg.norm(one)
     for step in (1, 2):
         for name, value in figures(told[step]).items():
             assert told_apart[step][name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
