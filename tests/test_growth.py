@@ -77,3 +77,31 @@ def test_an_unknown_table_is_named(monkeypatch, capsys):
     with pytest.raises(SystemExit):
         bench.main()
     assert "memry is none of batch" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bound", "--quick"], "--quick says nothing about bound; it is for growth, memory, pipeline"),
+        (["generation", "--prompts", "8"], "--prompts says nothing about generation; it is for step, bound"),
+        (["pipeline", "--model", "builtin:tiny_addition"], "--model says nothing about pipeline"),
+        (["memory", "--quick", "--model", "builtin:tiny_addition"], "in place of --model"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(arguments, message, monkeypatch, capsys):
+    """Caught: figures of the given model, written as those of a random one."""
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit):
+        bench.parse()
+    assert message in capsys.readouterr().err
+
+
+def test_a_workload_is_told_where_it_is_one(monkeypatch, tmp_path):
+    """`generation` has its own loads. Caught: the prompts of `step` written beside its figures."""
+    file = tmp_path / "figures.json"
+    monkeypatch.setattr(bench, "restart_with_huge_pages", lambda: None)
+    monkeypatch.setattr(bench.generation, "measure", lambda model, repeats: ({}, {}))
+    monkeypatch.setattr(bench.generation, "figures", lambda seconds: {})
+    monkeypatch.setattr(sys, "argv", ["bench", "generation", "--steps", "2", "--json", str(file)])
+    bench.main()
+    assert json.loads(file.read_text())["workload"] == {"steps": 2}

