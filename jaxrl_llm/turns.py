@@ -87,11 +87,15 @@ def beside() -> Iterator[None]:
     if turns is None:
         yield
         return
-    turns.take(BESIDE)
+    failed: BaseException | None = None
     try:
+        turns.take(BESIDE)
         yield
+    except BaseException as error:
+        failed = error
+        raise
     finally:
-        turns.give(BESIDE)
+        turns.leave(failed)
 
 
 @contextlib.contextmanager
@@ -130,6 +134,8 @@ class Turns:
         self._has: int | None = RUN
         self._count, self._abandoned = 0, False
         self._error: Exception | None = None
+        self._left = False  # whether the thread beside has ended, and by which error
+        self._failed: BaseException | None = None
         self._reader: threading.Thread | None = None
         if told is not None:
             self._reader = threading.Thread(target=self._follow, args=(told,), name="turns", daemon=True)
@@ -144,18 +150,23 @@ class Turns:
 
         Raises:
           Interrupted: see `abandon`.
+          RuntimeError: it never comes: process 0 says nothing more, or waits for a thread that has failed here alone.
         """
         self._threads[threading.get_ident()] = who
         with self._changed:
             if self._tell is not None:
                 self._order.append(who)
-            self._changed.wait_for(lambda: self._abandoned or (self._has is None and self._order[:1] == [who]))
+            self._changed.wait_for(
+                lambda: self._abandoned or (self._has is None and (self._order[:1] == [who] or self._alone()))
+            )
             if self._error is not None:
                 raise RuntimeError("Process 0 does not say which thread's turn it is.") from self._error
             if self._abandoned:
                 if who == BESIDE:
                     raise Interrupted
                 return
+            if self._alone():
+                raise RuntimeError("The thread beside has ended here and goes on in process 0.") from self._failed
             self._has = self._order.pop(0)
             if self._tell is not None:
                 self._tell(self._count, who)
@@ -167,6 +178,17 @@ class Turns:
             if self._has == who:
                 self._has = None
                 self._changed.notify_all()
+
+    def leave(self, failed: BaseException | None) -> None:
+        """The thread beside has ended, by this error if by one; so it does in all processes, or this one fails."""
+        with self._changed:
+            self._left, self._failed = True, failed
+            if self._has == BESIDE:
+                self._has = None
+            self._changed.notify_all()
+
+    def _alone(self) -> bool:
+        return self._left and self._order[:1] == [BESIDE]
 
     def abandon(self) -> None:
         """No thread waits for its turn any more."""

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from jaxrl_llm import turns as module
 from jaxrl_llm.errors import Interrupted
 from jaxrl_llm.turns import BESIDE, RUN, Turns
 
@@ -119,3 +120,38 @@ def test_a_coordinator_that_is_gone_is_an_error():
     waiting.start()
     waiting.join(10)
     assert raised == ["Process 0 does not say which thread's turn it is."]
+
+
+@pytest.mark.parametrize("told_late", [True, False])
+def test_a_thread_that_fails_in_one_process_ends_the_other_one_there(told_late, monkeypatch):
+    """Process 0 goes on with the turns of a thread that has ended here: the one that trains says so, and of what it
+    ended. Caught: one that waits for ever."""
+    told, raised, begun = Told(), [], threading.Event()
+    told.tell(0, BESIDE)
+
+    def sample():
+        with pytest.raises(ZeroDivisionError), module.beside():
+            begun.set()
+            raise ZeroDivisionError
+
+    def train():
+        monkeypatch.setattr(module, "_turns", Turns(None, told.told))
+        beside = threading.Thread(target=sample, daemon=True)
+        try:
+            with module.waiting():
+                beside.start()
+                beside.join(10)
+                if not told_late:
+                    told.tell(1, BESIDE)
+                else:
+                    threading.Timer(0.1, told.tell, (1, BESIDE)).start()
+        except RuntimeError as error:
+            raised.append(error.__cause__)
+        module.abandon()
+        module.end()
+
+    training = threading.Thread(target=train, daemon=True)
+    training.start()
+    training.join(10)
+    assert begun.is_set()
+    assert [type(error) for error in raised] == [ZeroDivisionError]

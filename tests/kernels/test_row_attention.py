@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxrl_kernels.row_attention import xla, xla_tiles
 from jaxrl_kernels.row_attention.api import NO_WINDOW, row_attention
@@ -98,9 +99,28 @@ def test_tiles_are_those_that_are_seen(name):
     fields = [jnp.asarray(inputs(case)[name]) for name in INTEGERS]
     fields.append(jnp.int32(NO_WINDOW if case.window is None else case.window))
     for size, count in ((xla_tiles.SMALL, small), (xla_tiles.LARGE, large)):
-        assert int(jax.jit(functools.partial(xla_tiles._plan, size=size))(*fields).count.max()) == count
-    taken = jax.jit(lambda *fields: xla_tiles._with_tiles(fields, None, lambda plan: plan.count.max()))(*fields)
+        assert int(jax.jit(functools.partial(xla_tiles._plan, size=size))(*fields).steps) == count
+    taken = jax.jit(lambda *fields: xla_tiles._with_tiles(fields, None, lambda plan: plan.steps))(*fields)
     assert int(taken) == (large if large * xla_tiles.LARGE_COSTS < small else small)
+
+
+def test_devices_agree_on_tiles_before_the_branch():
+    """Rows on 8 devices: which size costs less, and how many tiles there are, is known before the branch, whose two
+    sides wait for no device. Caught: the number of tiles counted within the branch, by a collective."""
+    case = Case("long", rows=(((300,),),) * 8, num_tokens=320, num_heads=1, num_kv_heads=1)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    split = NamedSharding(mesh, PartitionSpec("data"))
+    arrays = {
+        name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=split) for name, value in inputs(case).items()
+    }
+
+    def loss(q, k, v, *fields):
+        return row_attention(q, k, v, *fields, implementation="xla_tiles").sum()
+
+    compiled = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).lower(*arrays.values()).compile().as_text()
+    inner, _, entry = compiled.partition("\nENTRY ")
+    assert " conditional(" in entry and " all-reduce(" in entry
+    assert not re.search(r" (all-|collective-|reduce-scatter)[\w-]*\(", inner)
 
 
 @pytest.mark.parametrize("implementation", ["xla", "xla_tiles"])

@@ -67,7 +67,7 @@ def row_attention(
       soft_cap: scores become ``soft_cap * tanh(scores / soft_cap)``, after the scale; None is off.
       mesh_axes: ``(axes that split R, axes that split H and K)`` of the mesh in context (``jax.set_mesh``), None for
         either if none does. A Pallas kernel, which XLA doesn't partition, then runs on each device with its own rows
-        and heads (``jax.shard_map``); devices along other axes compute the same. the others ignore it.
+        and heads (``jax.shard_map``); devices along other axes compute the same. The others ignore it.
         Without it a Pallas kernel needs all axes of more than one device manual: by name it is an error elsewhere, and
         ``auto`` is ``xla``.
       implementation: a name in ``IMPLEMENTATIONS``, or ``auto`` (see :func:`choose`).

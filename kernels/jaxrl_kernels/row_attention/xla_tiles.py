@@ -43,12 +43,13 @@ class _Plan(NamedTuple):
     Attributes:
       tokens: ``[R, n, b]`` each: column in the row counted from 1 (0 behind its end), position, segment and prefix.
       order: ``[R, n * n]``, ``n i + j`` for block i of queries and j of keys, those that are tiles first.
-      count: ``[R]``, how many those are.
+      steps: how many those are in the row that has most. A number of all devices' rows: found before a branch is taken,
+        since XLA:CPU may wait for ever for a collective inside one.
     """
 
     tokens: tuple[jax.Array, jax.Array, jax.Array, jax.Array]
     order: jax.Array
-    count: jax.Array
+    steps: jax.Array
 
 
 def _plan(positions, segment_ids, prefix_ids, window, size: int) -> _Plan:
@@ -56,7 +57,7 @@ def _plan(positions, segment_ids, prefix_ids, window, size: int) -> _Plan:
     order, count = blocks.listed(seen.reshape(len(seen), -1))
     column = jnp.broadcast_to(jnp.arange(1, positions.shape[1] + 1, dtype=jnp.int32), positions.shape)
     column, positions, segments, prefixes = (blocks.cut(x, size) for x in (column, positions, segment_ids, prefix_ids))
-    return _Plan((column, positions, segments, prefixes), order, count)
+    return _Plan((column, positions, segments, prefixes), order, count.max())
 
 
 def _with_tiles(fields: _Fields, tile_tokens: int | None, run: Callable[[_Plan], Any]) -> Any:
@@ -65,7 +66,7 @@ def _with_tiles(fields: _Fields, tile_tokens: int | None, run: Callable[[_Plan],
     if tile_tokens is not None or num_tokens <= LARGE:
         return run(_plan(*fields, min(tile_tokens or SMALL, num_tokens)))
     small, large = _plan(*fields, SMALL), _plan(*fields, LARGE)
-    large_is_cheaper = large.count.max() * LARGE_COSTS < small.count.max()
+    large_is_cheaper = large.steps * LARGE_COSTS < small.steps
     return jax.lax.cond(large_is_cheaper, lambda: run(large), lambda: run(small))
 
 
@@ -144,7 +145,7 @@ def _forward(q, k, v, positions, segment_ids, prefix_ids, window, scale, soft_ca
 
         shape = queries.shape[:-1]
         start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros(queries.shape, jnp.float32))
-        largest, total, out = jax.lax.fori_loop(0, plan.count.max(), tile, start)
+        largest, total, out = jax.lax.fori_loop(0, plan.steps, tile, start)
         out = (out / total[..., None]).astype(v.dtype)  # each token sees itself, those behind the row's end each other
         return tuple(_rows(x, size, q.shape[1]) for x in (out, largest + jnp.log(total)))
 
@@ -181,7 +182,7 @@ def _backward(scale, soft_cap, tile_tokens, saved, d_out):
             )
 
         start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (queries, keys, values))
-        found = jax.lax.fori_loop(0, plan.count.max(), tile, start)
+        found = jax.lax.fori_loop(0, plan.steps, tile, start)
         return tuple(_rows(d, size, q.shape[1]).astype(x.dtype) for d, x in zip(found, (q, k, v), strict=True))
 
     fields = positions, segment_ids, prefix_ids, window
