@@ -14,7 +14,7 @@ import pytest
 from jaxrl_llm.errors import RunStopped
 from jaxrl_llm.observability.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricsLog, read_metrics
 from jaxrl_llm.observability.run_log import RunLog
-from jaxrl_llm.observability.samples import SamplesLog, read_samples
+from jaxrl_llm.observability.samples import SAMPLES_FILE, SamplesLog, read_samples
 from jaxrl_llm.types import Example, Rollouts
 
 
@@ -166,6 +166,22 @@ def test_a_disk_that_is_full_for_the_events_alone_stops_the_run(tmp_path: pathli
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
     log.close()
+
+
+@pytest.mark.parametrize("file", [METRICS_FILE, SAMPLES_FILE])
+def test_a_full_disk_is_told_of_once(file: str, tmp_path: pathlib.Path):
+    """The disk is full to the end. Caught: the bare error of a file that tries again where it is closed, in place of
+    the one that says what to do; one at the close that nothing has told of taken for told."""
+    (tmp_path / file).symlink_to("/dev/full")
+    log = RunLog(tmp_path)
+    with pytest.raises(RunStopped, match=r"The metrics of step 3 can't be written to .*: No space left on device"):
+        log.write(3, {"reward/mean": 0.1}, rollouts())
+    log.close()
+    log = RunLog(tmp_path)
+    late = log._files.enter_context(pathlib.Path("/dev/full").open("w"))  # noqa: SIM115
+    late.write("kept until it is closed")
+    with pytest.raises(RunStopped, match=r"The metrics of the last steps can't be written to"):
+        log.close()
 
 
 def test_a_picture_that_can_not_be_written_ends_no_run(tmp_path: pathlib.Path, capsys, caplog):
