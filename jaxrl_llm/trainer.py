@@ -526,6 +526,8 @@ class Trainer:
         if len(prompts) == 0:
             raise UserError("There is no prompt: give at least one.")
         texts, encoded = encode_all(self.tokenizer, prompts, data)
+        # By their order: a shuffled table's column finds its items by labels.
+        prompts, answers = list(prompts), None if answers is None else list(answers)
         if answers is not None and len(answers) != len(prompts):
             raise UserError(f"There are {len(prompts)} prompts but {len(answers)} answers; give one for each.")
         for index, ids in enumerate(encoded):

@@ -6,6 +6,7 @@ import itertools
 import re
 import shutil
 import textwrap
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -26,6 +27,22 @@ OPTIONS = {
 }
 
 
+class Labelled(Sequence[str]):
+    """As pandas has it: goes through its items in order, and finds one by its label."""
+
+    def __init__(self, items: dict[int, str]):
+        self._items = items
+
+    def __len__(self):
+        return len(self._items)
+
+    def __iter__(self):
+        return iter(self._items.values())
+
+    def __getitem__(self, label: int):
+        return self._items[label]
+
+
 class OnOneDevice(Trainer):
     """With rows for a handful of tokens, whose programs compile and run faster."""
 
@@ -37,7 +54,8 @@ class OnOneDevice(Trainer):
 def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch, caplog):
     """Rows that are mostly padding are told of, once. Caught: told of in every step, or where they are full; a step
     that drops prompts beyond train_batch_size; a reward that must be importable; the second update of a step that takes
-    the policy after the first one as the one that sampled (the run would stop itself)."""
+    the policy after the first one as the one that sampled (the run would stop itself); answers of a shuffled table's
+    column taken by their labels (each prompt is scored against another one's answer)."""
     monkeypatch.setattr(rl_trainer, "Trainer", OnOneDevice)
     seen = 0.5
 
@@ -61,6 +79,11 @@ def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch, capl
             trainer.trainer._tell_of_empty_rows(fill, tokens)
         (told,) = (record.getMessage() for record in caplog.records if "rows of" in record.getMessage())
         assert "rows of 64 tokens are 10.0 % full: training.micro_batch_tokens = 20 would" in told
+        shuffled = trainer.trainer.examples(Labelled({1: "3+4=", 0: "1+2="}), Labelled({1: "7", 0: "3"}))
+        assert [(one.prompt, one.question, one.answer) for one in shuffled] == [
+            ("3+4=", "3+4=", "7"),
+            ("1+2=", "1+2=", "3"),
+        ]
         with pytest.raises(UserError, match="max_prompt_tokens"):
             trainer.step(["1+" * 40])
         with pytest.raises(UserError, match="answers"):
