@@ -85,6 +85,16 @@ def test_samples_are_written_with_their_rewards(tmp_path: pathlib.Path):
     assert (second["finish_reason"], second["response_tokens"]) == ("length", 1)
 
 
+def test_an_answer_that_is_no_number_is_null(tmp_path: pathlib.Path):
+    """As tables have it for none. Caught: the error of a strict writer, after the step and in place of its metrics."""
+    given = rollouts()
+    example = dataclasses.replace(given.examples[0], answer={"value": math.nan, "least": -math.inf, "text": "NaN é"})
+    with SamplesLog(tmp_path) as log:
+        log.write(1, dataclasses.replace(given, examples=[example]))
+    assert read_samples(tmp_path)[0]["answer"] == {"value": None, "least": None, "text": "NaN é"}
+    assert "Infinity" not in (tmp_path / "samples.jsonl").read_text()
+
+
 def test_the_number_of_samples_is_bounded(tmp_path: pathlib.Path):
     with SamplesLog(tmp_path, samples_per_step=1) as log:
         log.write(1, rollouts())
