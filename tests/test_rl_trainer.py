@@ -15,7 +15,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm import rl_trainer
 from jaxrl_llm.algorithms.interface import Sequences
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.trainer import Trainer
 
 OPTIONS = {
@@ -92,6 +92,20 @@ def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch, capl
             trainer.save()
     with pytest.raises(UserError, match="This trainer is closed"):
         trainer.step(["1+2="], ["3"])
+
+
+def test_a_step_that_was_stopped_is_not_saved(tmp_path, monkeypatch):
+    """A notebook may go on after the error. Caught: a checkpoint of what the step left, which is then the newest."""
+    monkeypatch.setattr(rl_trainer, "Trainer", OnOneDevice)
+    options = {**OPTIONS, "checks.logprob_diff_mean": 0.0}
+    with jaxrl_llm.RLTrainer(
+        "builtin:tiny_addition", reward="exact_match", workdir=tmp_path, rollout_len=4, options=options
+    ) as trainer:
+        with pytest.raises(RunStopped, match="above its bound 0"):
+            trainer.step(["1+2=", "3+4="], ["3", "7"])
+        with pytest.raises(UserError, match="was stopped, so what it left is not saved: rollout/"):
+            trainer.save()
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_damaged_checkpoint_leaves_the_folder_free(tmp_path):
