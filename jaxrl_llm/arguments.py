@@ -80,7 +80,7 @@ def _fits_one(annotation: Any, value: Any) -> bool:
         number = numbers.Integral if kind is int else numbers.Real
         return isinstance(value, number) and not isinstance(value, bool)
     if kind is collections.abc.Sequence:
-        listed = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+        listed = hasattr(value, "__len__") and hasattr(value, "__getitem__") and getattr(value, "shape", None) != ()
         return listed and not isinstance(value, bytes | collections.abc.Mapping)
     if kind is collections.abc.Mapping:
         key, item = typing.get_args(annotation) or (Any, Any)

@@ -125,14 +125,18 @@ def chat(
             print(chat.say("Where does it end?").text)
     """
     model = os.fspath(model)
-    context = min(load_config(model).max_position, DEFAULT_CONTEXT)
-    count = min(DEFAULT_NEW_TOKENS, max(1, context // 4)) if max_new_tokens is None else max_new_tokens
+    count = 1 if max_new_tokens is None else max_new_tokens
     plain = _options(model, tokenizer, count, 1, temperature, seed, options)
-    plain["rollout"]["samples_per_prompt"] = 1
+    given = configs.resolve(plain, training=False).rollout  # before anything is computed from a wrong option
+    context = min(load_config(model).max_position, DEFAULT_CONTEXT)
+    count = given.max_new_tokens
+    if max_new_tokens is None and "rollout.max_new_tokens" not in (options or {}):
+        count = min(DEFAULT_NEW_TOKENS, max(1, context // 4))
+    plain["rollout"] |= {"samples_per_prompt": 1, "max_new_tokens": count}
     if "rollout.num_slots" not in (options or {}):
         plain["rollout"]["num_slots"] = 1
     if "data.max_prompt_tokens" not in (options or {}):
-        plain["data"]["max_prompt_tokens"] = max(context - plain["rollout"]["max_new_tokens"], 1)
+        plain["data"]["max_prompt_tokens"] = max(context - count, 1)
     resolved = configs.resolve(plain, training=False)
     return Chat(Trainer(resolved, read_only=True, tokenizer=_given(tokenizer)), own=True)
 

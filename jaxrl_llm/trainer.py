@@ -143,6 +143,7 @@ class Trainer:
         self.decoder = self.models[self.main].decoder
         self.memory = checked_memory(self.algorithm, "init", self.algorithm.init(self.options))
         self.step_index = 0
+        self._problem_found = ""  # of a step; what it left is never saved
         self._told_of_empty_rows = False
         self.row_shapes = {
             model.mesh: packing.RowShape.of(
@@ -526,6 +527,8 @@ class Trainer:
         if len(prompts) == 0:
             raise UserError("There is no prompt: give at least one.")
         texts, encoded = encode_all(self.tokenizer, prompts, data)
+        # By their order: a shuffled table's column finds its items by labels.
+        prompts, answers = list(prompts), None if answers is None else list(answers)
         if answers is not None and len(answers) != len(prompts):
             raise UserError(f"There are {len(prompts)} prompts but {len(answers)} answers; give one for each.")
         for index, ids in enumerate(encoded):
@@ -596,10 +599,16 @@ class Trainer:
         """Starts saving everything that defines the next step, the samples that were begun for it included.
 
         Raises:
+          UserError: a check has stopped a step (`_check`).
           Exception: what went wrong with those samples; the rest is saved.
         """
         if self.checkpoints is None:
             return
+        if self._problem_found:
+            raise UserError(
+                f"A step of this trainer was stopped, so what it left is not saved: {self._problem_found} To go on "
+                "from the last checkpoint, close this trainer and make another with its workdir."
+            )
         try:
             self.ahead.settle()
         except Exception:
@@ -648,7 +657,7 @@ class Trainer:
         restored = self.checkpoints.restore({name: self._let_go(name) for name in saved}, step)
         for name in saved:
             self._take(name, restored.state.pop(name))
-        self.memory, self.step_index = restored.host["memory"], restored.step
+        self.memory, self.step_index, self._problem_found = restored.host["memory"], restored.step, ""
         if self.data is not None and restored.host["data"] is not None:
             self.data.restore(restored.host["data"])
         self.ahead.restore(restored.host)
@@ -746,6 +755,7 @@ class Trainer:
         """
         problem = self._problem(metrics)
         if problem:
+            self._problem_found = problem
             self.log.write(self.step_index, metrics, rollouts)
             raise RunStopped(f"Step {self.step_index}: {problem}")
 

@@ -36,11 +36,15 @@ def trainer(**arguments: Any) -> Any:
         (lambda: trainer(options={"rollout.top_p": None}), r"rollout\.top_p = None: expected a number, got NoneType"),
         (lambda: trainer(workdir=3), "workdir = 3: expected a string, a Path or None, got int"),
         (lambda: jaxrl_llm.generate(MODEL, 5), "generate: prompts = 5: expected a list, got int"),
+        (lambda: jaxrl_llm.generate(MODEL, np.array("1+1=")), "generate: prompts = .*expected a list, got ndarray"),
         (lambda: jaxrl_llm.generate(MODEL, {"a": "1+1="}), "generate: prompts = .*expected a list, got dict"),
         (lambda: jaxrl_llm.generate(MODEL, "1+1="), r"prompts = '1\+1=' is one text"),
         (lambda: jaxrl_llm.generate(MODEL, ["1+1="], max_new_tokens="3"), "max_new_tokens = '3': expected a whole num"),
         (lambda: jaxrl_llm.generate(MODEL, ["1+1="], temperature=math.nan), r"rollout\.temperature = nan"),
         (lambda: jaxrl_llm.chat(MODEL, max_new_tokens=1.5), "chat: max_new_tokens = 1.5: expected a whole number"),
+        (lambda: jaxrl_llm.chat(MODEL, options={"rollout.max_new_tokens": "9"}), "= '9': expected a whole number"),
+        (lambda: jaxrl_llm.chat(MODEL, options={"data": 3}), "data = 3: expected a group of options, got int"),
+        (lambda: jaxrl_llm.chat(""), r"No model: set model\.path"),
         (lambda: jaxrl_llm.default_config(None), "default_config: algorithm = None: expected a string"),
         (lambda: resolve(None), "resolve: config = None: expected a ConfigDict or a dict"),  # pyright: ignore
         (lambda: HybridEngineConfig(bucket_bytes=-1), r"HybridEngineConfig\.bucket_bytes = -1 is not allowed"),
@@ -49,7 +53,8 @@ def trainer(**arguments: Any) -> Any:
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_told_in_a_paragraph(call: Callable[[], Any], message: str):
-    """Caught: no check at the entry (an error of the library's inside, or of another kind)."""
+    """Caught: no check at the entry (an error of the library's inside, or of another kind); an array without a length
+    taken for a list."""
     with pytest.raises(UserError, match=message) as told:
         call()
     assert "\n" not in str(told.value)

@@ -6,6 +6,7 @@ import itertools
 import re
 import shutil
 import textwrap
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import jaxrl_llm
 from jaxrl_llm import rl_trainer
 from jaxrl_llm.algorithms.interface import Sequences
-from jaxrl_llm.errors import UserError
+from jaxrl_llm.errors import RunStopped, UserError
 from jaxrl_llm.trainer import Trainer
 
 OPTIONS = {
@@ -24,6 +25,22 @@ OPTIONS = {
     "optimizer.learning_rate": 3e-4,
     "training.micro_batch_tokens": 64,  # of 4096, few would be tokens here
 }
+
+
+class Labelled(Sequence[str]):
+    """As pandas has it: goes through its items in order, and finds one by its label."""
+
+    def __init__(self, items: dict[int, str]):
+        self._items = items
+
+    def __len__(self):
+        return len(self._items)
+
+    def __iter__(self):
+        return iter(self._items.values())
+
+    def __getitem__(self, label: int):
+        return self._items[label]
 
 
 class OnOneDevice(Trainer):
@@ -37,7 +54,8 @@ class OnOneDevice(Trainer):
 def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch, caplog):
     """Rows that are mostly padding are told of, once. Caught: told of in every step, or where they are full; a step
     that drops prompts beyond train_batch_size; a reward that must be importable; the second update of a step that takes
-    the policy after the first one as the one that sampled (the run would stop itself)."""
+    the policy after the first one as the one that sampled (the run would stop itself); answers of a shuffled table's
+    column taken by their labels (each prompt is scored against another one's answer)."""
     monkeypatch.setattr(rl_trainer, "Trainer", OnOneDevice)
     seen = 0.5
 
@@ -61,6 +79,11 @@ def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch, capl
             trainer.trainer._tell_of_empty_rows(fill, tokens)
         (told,) = (record.getMessage() for record in caplog.records if "rows of" in record.getMessage())
         assert "rows of 64 tokens are 10.0 % full: training.micro_batch_tokens = 20 would" in told
+        shuffled = trainer.trainer.examples(Labelled({1: "3+4=", 0: "1+2="}), Labelled({1: "7", 0: "3"}))
+        assert [(one.prompt, one.question, one.answer) for one in shuffled] == [
+            ("3+4=", "3+4=", "7"),
+            ("1+2=", "1+2=", "3"),
+        ]
         with pytest.raises(UserError, match="max_prompt_tokens"):
             trainer.step(["1+" * 40])
         with pytest.raises(UserError, match="answers"):
@@ -69,6 +92,20 @@ def test_step_takes_any_number_of_prompts_and_a_local_function(monkeypatch, capl
             trainer.save()
     with pytest.raises(UserError, match="This trainer is closed"):
         trainer.step(["1+2="], ["3"])
+
+
+def test_a_step_that_was_stopped_is_not_saved(tmp_path, monkeypatch):
+    """A notebook may go on after the error. Caught: a checkpoint of what the step left, which is then the newest."""
+    monkeypatch.setattr(rl_trainer, "Trainer", OnOneDevice)
+    options = {**OPTIONS, "checks.logprob_diff_mean": 0.0}
+    with jaxrl_llm.RLTrainer(
+        "builtin:tiny_addition", reward="exact_match", workdir=tmp_path, rollout_len=4, options=options
+    ) as trainer:
+        with pytest.raises(RunStopped, match="above its bound 0"):
+            trainer.step(["1+2=", "3+4="], ["3", "7"])
+        with pytest.raises(UserError, match="was stopped, so what it left is not saved: rollout/"):
+            trainer.save()
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 def test_a_damaged_checkpoint_leaves_the_folder_free(tmp_path):

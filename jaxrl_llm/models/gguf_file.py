@@ -69,7 +69,24 @@ def open_gguf(path: Path) -> Any:
 def _open(path: str, modified_ns: int) -> Any:
     import gguf  # here, since only users of such a file should pay for it
 
-    return gguf.GGUFReader(path)
+    class Reader(gguf.GGUFReader):
+        """Bounded by the file: its library's reads on behind the end, where an array that is said to have a billion
+        items takes all memory."""
+
+        _reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: Any = 1, override_order: Any = None) -> Any:
+            value = super()._get(offset, dtype, count, override_order)
+            self._reads += 1
+            if len(value) < count or self._reads > MOST_READS:
+                raise ValueError("its header says that it has more than there is")
+            return value
+
+    return Reader(path)
+
+
+MOST_READS = 10_000_000
+"""Items of a header: about six for a token, so a vocabulary of 1.6 million. Each takes some 250 bytes of memory."""
 
 
 def read_field(reader: Any, name: str, default: Any = None) -> Any:

@@ -59,6 +59,10 @@ from jaxrl_llm.models.families.qwen3 import QWEN3
 FAMILIES: dict[str, Family] = {family.architecture: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 
 
+MOST_LAYERS = 10_000
+"""Of any model that is read: what is kept of each layer takes all memory where a damaged file tells of a billion."""
+
+
 def config_from_hf(hf: Mapping[str, Any], source: str) -> ModelConfig:
     """The ModelConfig of a ``config.json``; ``source`` names it in errors.
 
@@ -74,5 +78,11 @@ def config_from_hf(hf: Mapping[str, Any], source: str) -> ModelConfig:
         raise UserError(
             f"{source} has the architecture {named or hf.get('model_type')!r}, which is not supported; supported are "
             f"{', '.join(FAMILIES)}. Choose a model of one of these."
+        )
+    layers = hf.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise UserError(
+            f"{source} has num_hidden_layers = {layers}; at most {MOST_LAYERS} are read. The file is damaged: fetch it "
+            "again."
         )
     return FAMILIES[architecture].from_hf({**hf, "architectures": [architecture]})

@@ -93,8 +93,12 @@ def open_for_lines(path: pathlib.Path) -> Any:
 
 
 def write_line(file: Any, record: Mapping[str, Any]) -> None:
-    """Appends one JSON object; values that JSON doesn't know (an answer of any type) become their text."""
-    file.write(json.dumps(record, ensure_ascii=False, allow_nan=False, default=str) + "\n")
+    """Appends one JSON object; values that JSON doesn't know (an answer of any type) become their text, and numbers
+    that it doesn't know (an answer again: NaN stands for none in many a table) null."""
+    text = json.dumps(record, ensure_ascii=False, default=str)
+    if any(word in text for word in ("NaN", "Infinity")):  # or a text says so
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None), ensure_ascii=False, allow_nan=False)
+    file.write(text + "\n")
 
 
 def read_lines(path: pathlib.Path) -> list[dict[str, Any]]:

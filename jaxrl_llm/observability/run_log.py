@@ -35,6 +35,7 @@ class RunLog:
         self._metrics: metrics.MetricsLog | None = None
         self._samples: samples.SamplesLog | None = None
         self._progress: Progress | None = None
+        self._refused = False  # the folder has taken no more
 
     @contextlib.contextmanager
     def progress(self, num_steps: int, first_step: int = 0) -> Iterator[None]:
@@ -66,10 +67,8 @@ class RunLog:
             if rollouts is not None:
                 self._samples.write(step, rollouts)
         except OSError as error:
-            raise RunStopped(
-                f"The metrics of step {step} can't be written to {self._folder}: {error.strerror or error}. Make room "
-                "on the disk, then run the same command again: it goes on from the last checkpoint."
-            ) from error
+            self._refused = True
+            raise self._stopped(f"of step {step}", error) from error
 
     def machine_metrics(self) -> dict[str, float]:
         """Programs compiled since the last call, and the peak memory so far."""
@@ -90,6 +89,20 @@ class RunLog:
         print_summary(rows, num_steps, files)
 
     def close(self) -> None:
-        """Writes out what is buffered."""
+        """Writes out what is buffered.
+
+        Raises:
+          RunStopped: the folder can't be written to, and no `write` has said so: its error is on its way already.
+        """
         self._compiles.close()
-        self._files.close()
+        try:
+            self._files.close()
+        except OSError as error:  # a file tries once more to write what it could not
+            if not self._refused:
+                raise self._stopped("of the last steps", error) from error
+
+    def _stopped(self, which: str, error: OSError) -> RunStopped:
+        return RunStopped(
+            f"The metrics {which} can't be written to {self._folder}: {error.strerror or error}. Make room on the "
+            "disk, then run the same command again: it goes on from the last checkpoint."
+        )

@@ -181,6 +181,7 @@ def test_keys_of_transformers_4():
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"hidden_size": None}, "hidden_size = None"),
+        ({"num_hidden_layers": 10_001}, "num_hidden_layers = 10001; at most 10000 are read"),
         ({"num_key_value_heads": 3}, "4 query heads and 3 key/value heads"),
         (_rope("longrope", factor=2.0), "'longrope'; supported are"),
         (_rope("default", partial_rotary_factor=0.5), "partial_rotary_factor"),

@@ -1,6 +1,7 @@
 """Reading llama.cpp's files: a written one against its source, and a real one where it is installed."""
 
 import importlib.util
+import struct
 
 import gguf
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from jaxrl_llm.data.tokenizer import load_tokenizer
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models import gguf_file
 from jaxrl_llm.models.export import export_model
 from jaxrl_llm.models.gguf_file import LAYER_TENSORS, TENSORS, open_gguf, read_field
 from jaxrl_llm.models.loading import load_config, load_model, resolve_path
@@ -150,3 +152,20 @@ def test_a_damaged_file_is_named(source, tmp_path, keep):
         load_config(cut)
     with pytest.raises(UserError, match=r"cut\.gguf can't be read as a GGUF file"):
         load_tokenizer(cut)
+
+
+def test_a_list_that_is_said_to_be_longer_than_the_file_takes_no_memory(tmp_path, monkeypatch):
+    """One flipped bit of a length makes a list of a thousand numbers one of a billion billion. Caught: nothing but the
+    library's reading, which goes on behind the end of the file, and without a bound before it."""
+    file = tmp_path / "model.gguf"
+    field = struct.pack("<Q", 1) + b"a" + struct.pack("<IIQ", 9, 0, 1000)  # a: a list of 1,000 bytes
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + field
+    file.write_bytes(header + bytes(100))
+    with pytest.raises(UserError, match=r"model\.gguf can't be read .* says that it has more than there is"):
+        open_gguf(file)
+    file.write_bytes(header + bytes(1000))
+    assert len(read_field(open_gguf(file), "a")) == 1000
+    file.touch()
+    monkeypatch.setattr(gguf_file, "MOST_READS", 500)
+    with pytest.raises(UserError, match="says that it has more than there is"):
+        open_gguf(file)

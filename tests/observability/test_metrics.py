@@ -14,7 +14,7 @@ import pytest
 from jaxrl_llm.errors import RunStopped
 from jaxrl_llm.observability.metrics import METRICS_FILE, TENSORBOARD_FOLDER, MetricsLog, read_metrics
 from jaxrl_llm.observability.run_log import RunLog
-from jaxrl_llm.observability.samples import SamplesLog, read_samples
+from jaxrl_llm.observability.samples import SAMPLES_FILE, SamplesLog, read_samples
 from jaxrl_llm.types import Example, Rollouts
 
 
@@ -83,6 +83,16 @@ def test_samples_are_written_with_their_rewards(tmp_path: pathlib.Path):
     assert first["reward"] == 1.0 and first["rewards"] == {"exact": 1.0} and first["answer"] == {"value": 15}
     assert second["reward"] is None and second["rewards"] == {"exact": None} and second["completion"] == "é"
     assert (second["finish_reason"], second["response_tokens"]) == ("length", 1)
+
+
+def test_an_answer_that_is_no_number_is_null(tmp_path: pathlib.Path):
+    """As tables have it for none. Caught: the error of a strict writer, after the step and in place of its metrics."""
+    given = rollouts()
+    example = dataclasses.replace(given.examples[0], answer={"value": math.nan, "least": -math.inf, "text": "NaN é"})
+    with SamplesLog(tmp_path) as log:
+        log.write(1, dataclasses.replace(given, examples=[example]))
+    assert read_samples(tmp_path)[0]["answer"] == {"value": None, "least": None, "text": "NaN é"}
+    assert "Infinity" not in (tmp_path / "samples.jsonl").read_text()
 
 
 def test_the_number_of_samples_is_bounded(tmp_path: pathlib.Path):
@@ -166,6 +176,22 @@ def test_a_disk_that_is_full_for_the_events_alone_stops_the_run(tmp_path: pathli
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, allowed)
     log.close()
+
+
+@pytest.mark.parametrize("file", [METRICS_FILE, SAMPLES_FILE])
+def test_a_full_disk_is_told_of_once(file: str, tmp_path: pathlib.Path):
+    """The disk is full to the end. Caught: the bare error of a file that tries again where it is closed, in place of
+    the one that says what to do; one at the close that nothing has told of taken for told."""
+    (tmp_path / file).symlink_to("/dev/full")
+    log = RunLog(tmp_path)
+    with pytest.raises(RunStopped, match=r"The metrics of step 3 can't be written to .*: No space left on device"):
+        log.write(3, {"reward/mean": 0.1}, rollouts())
+    log.close()
+    log = RunLog(tmp_path)
+    late = log._files.enter_context(pathlib.Path("/dev/full").open("w"))  # noqa: SIM115
+    late.write("kept until it is closed")
+    with pytest.raises(RunStopped, match=r"The metrics of the last steps can't be written to"):
+        log.close()
 
 
 def test_a_picture_that_can_not_be_written_ends_no_run(tmp_path: pathlib.Path, capsys, caplog):
