@@ -89,6 +89,8 @@ def notes(setup: Setup, planned: PlannedDevices, plan: Estimate) -> list[str]:
     efficiency, kind = Efficiency(), planned.kind
     limit = (1 - MEMORY_MARGIN) * planned.memory_bytes
     verdict = "It fits" if plan.fits else "It does NOT fit"
+    if plan.compiled and planned.simulated:
+        verdict += ", if its programs took what the CPU's compiler gives them"
     if plan.compiled and not planned.simulated:
         source = "the compiler's"
     elif plan.compiled:

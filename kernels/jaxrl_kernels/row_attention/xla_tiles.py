@@ -5,8 +5,8 @@ loop goes through the list: no product is computed of blocks that don't see each
 and large, which a CPU's threads share; those of `xla`, one for every block of queries at once, are many and small, and
 XLA:CPU gives them to one thread. On a GPU it is the other way round.
 
-Large tiles are faster for their size and hold more that is not seen; which size costs less is known when the row is.
-The softmax is that of `xla`: its docstring has the formulas.
+Large tiles are faster for their size and hold more that is not seen; long rows are compiled with both sizes, and what
+costs less is taken when the row is known. The softmax is that of `xla`: its docstring has the formulas.
 """
 
 import functools
@@ -25,6 +25,11 @@ and 256 for prompts of 512 with answers of 64."""
 
 LARGE_COSTS = 10
 """A large tile takes as long as so many small ones (it has 16 times as many scores)."""
+
+
+BOTH_FROM = 2048
+"""Tokens of a row from which both sizes are compiled, about a second for each layer that is not in a loop; shorter rows
+have small tiles."""
 
 
 def row_attention(q, k, v, positions, segment_ids, prefix_ids, window, *, scale, soft_cap, tile_tokens=None):
@@ -63,7 +68,7 @@ def _plan(positions, segment_ids, prefix_ids, window, size: int) -> _Plan:
 def _with_tiles(fields: _Fields, tile_tokens: int | None, run: Callable[[_Plan], Any]) -> Any:
     """``run(plan)`` with the tiles that cost least."""
     num_tokens = fields[0].shape[1]
-    if tile_tokens is not None or num_tokens <= LARGE:
+    if tile_tokens is not None or num_tokens < BOTH_FROM:
         return run(_plan(*fields, min(tile_tokens or SMALL, num_tokens)))
     small, large = _plan(*fields, SMALL), _plan(*fields, LARGE)
     large_is_cheaper = large.steps * LARGE_COSTS < small.steps
