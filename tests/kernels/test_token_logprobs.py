@@ -176,7 +176,8 @@ def test_slices_of_a_split_vocabulary(tensor):
         actual = _value_and_gradient(case, placed, "xla", texts=texts, **options)
     for value, wanted in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(np.asarray(value), np.asarray(wanted), atol=5e-6)  # sums in another order
-    walks = re.findall(r"= (\S+) all-reduce\(.*while/body/closed_call/while/body", texts[0])
+    # A loop within a loop; what jax writes between the two differs from release to release.
+    walks = re.findall(r'= (\S+) all-reduce\(.*op_name="[^"]*/while/body/\w+/while/body/', texts[0])
     assert [shape.split("{")[0] for shape in walks] == {2: ["f32[1,7,16]"], 8: []}[tensor]
 
 
