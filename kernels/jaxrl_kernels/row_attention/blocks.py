@@ -5,6 +5,9 @@ A block may be listed in which nothing is seen; none that is seen is left out.
 
 import jax.numpy as jnp
 
+MASKED = -1e30
+"""A score of what is not seen. Finite: no infinity is subtracted from another."""
+
 _FAR = jnp.iinfo(jnp.int32).max
 
 
@@ -40,3 +43,11 @@ def visible_blocks(positions, segment_ids, prefix_ids, window, query_block: int,
 def listed(seen):
     """Of bool ``[R, n, m]`` the columns that are set, before all others ``[R, n, m]``, and how many they are."""
     return jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32), seen.sum(-1, dtype=jnp.int32)
+
+
+def capped(scores, soft_cap: float | None):
+    """``soft_cap * tanh(scores / soft_cap)`` and its derivative; without a cap the scores and None."""
+    if soft_cap is None:
+        return scores, None
+    bent = jnp.tanh(scores / soft_cap)
+    return soft_cap * bent, 1.0 - bent * bent

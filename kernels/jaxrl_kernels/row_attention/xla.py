@@ -23,8 +23,6 @@ BLOCK_TOKENS = 64
 """Tokens in a block. Small blocks skip more and cost more steps; of 32, 64, 96 and 128, 64 was
 best on a CPU for rows of 576 and 1024."""
 
-_MASKED = -1e30  # finite: no infinity is subtracted from another
-
 
 def row_attention(q, k, v, positions, segment_ids, prefix_ids, window, *, scale, soft_cap, block_tokens=BLOCK_TOKENS):
     """See `api.row_attention`."""
@@ -95,11 +93,8 @@ def _scores(plan, step, q, keys, window, scale, soft_cap):
     seen = (seen | (plan.index[..., None] == key_index)) & counts[..., None, None]
     seen = seen[:, :, None, None]
     raw = jnp.einsum("rnkgqh,rnksh->rnkgqs", q, _take(keys, which), preferred_element_type=jnp.float32) * scale
-    slope = None
-    if soft_cap is not None:
-        bent = jnp.tanh(raw / soft_cap)
-        raw, slope = soft_cap * bent, 1.0 - bent * bent
-    return which, counts, jnp.where(seen, raw, _MASKED), seen, slope
+    capped, slope = blocks.capped(raw, soft_cap)
+    return which, counts, jnp.where(seen, capped, blocks.MASKED), seen, slope
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
@@ -125,7 +120,7 @@ def _forward(q, k, v, positions, segment_ids, prefix_ids, window, scale, soft_ca
         return new_largest, total * shrink + weights.sum(-1), out * shrink[..., None] + added
 
     shape = queries.shape[:-1]
-    start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros(queries.shape, jnp.float32))
+    start = (jnp.full(shape, blocks.MASKED), jnp.zeros(shape), jnp.zeros(queries.shape, jnp.float32))
     largest, total, out = jax.lax.fori_loop(0, plan.steps, step, start)
     out = _rows(out / total[..., None], q.shape[1]).astype(v.dtype)  # every token sees at least itself
     log_total = largest + jnp.log(total)

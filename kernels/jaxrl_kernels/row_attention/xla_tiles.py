@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_kernels.row_attention import blocks
-from jaxrl_kernels.row_attention.xla import _MASKED
 
 SMALL, LARGE = 64, 256
 """Tokens on both sides of a tile. Of 64, 128, 256, 512 and pairs of them 64 was fastest where sequences have 64 tokens,
@@ -25,7 +24,6 @@ and 256 for prompts of 512 with answers of 64."""
 
 LARGE_COSTS = 10
 """A large tile takes as long as so many small ones (it has 16 times as many scores)."""
-
 
 BOTH_FROM = 2048
 """Tokens of a row from which both sizes are compiled, about a second for each layer that is not in a loop; shorter rows
@@ -117,11 +115,8 @@ def _scores(plan: _Plan, number, q, k, window, scale, soft_cap):
     seen = seen | (column == key_column)  # nothing in what a row lists behind its tiles
     seen = jnp.tile(seen, (1, q.shape[3] // seen.shape[1], 1))[:, None]
     raw = _product("rkah,rkbh->rkab", _at(q, i), _at(k, j)) * scale
-    slope = None
-    if soft_cap is not None:
-        bent = jnp.tanh(raw / soft_cap)
-        raw, slope = soft_cap * bent, 1.0 - bent * bent
-    return i, j, jnp.where(seen, raw, _MASKED), seen, slope
+    capped, slope = blocks.capped(raw, soft_cap)
+    return i, j, jnp.where(seen, capped, blocks.MASKED), seen, slope
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
@@ -149,7 +144,7 @@ def _forward(q, k, v, positions, segment_ids, prefix_ids, window, scale, soft_ca
             )
 
         shape = queries.shape[:-1]
-        start = (jnp.full(shape, _MASKED), jnp.zeros(shape), jnp.zeros(queries.shape, jnp.float32))
+        start = (jnp.full(shape, blocks.MASKED), jnp.zeros(shape), jnp.zeros(queries.shape, jnp.float32))
         largest, total, out = jax.lax.fori_loop(0, plan.steps, tile, start)
         out = (out / total[..., None]).astype(v.dtype)  # each token sees itself, those behind the row's end each other
         return tuple(_rows(x, size, q.shape[1]) for x in (out, largest + jnp.log(total)))
